@@ -124,7 +124,7 @@ class Mesh:
         self.ports = [free_port() for _ in range(frontends)]
         self.started_s = 0.0
         self._health_ports: list[int] = []
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
     def url(self) -> str:
@@ -136,11 +136,11 @@ class Mesh:
 
     @property
     def pids(self) -> dict[str, int]:
-        return {name: process.pid for name, process in self._processes.items()}
+        return {name: process.pid for name, process in self.processes.items()}
 
     def start(self, workers: int) -> None:
         started = time.monotonic()
-        self._spawn("nats", nats_command(self.folder, self.nats_port), NATS_THREADS)
+        self.restart_nats()
         for name in ("router", "indexer"):
             self.add_service(name, name, {})
         for index in range(workers):
@@ -152,6 +152,10 @@ class Mesh:
             name = f"frontend-{index}" if index else "frontend"
             self.add_service("frontend", name, {"KVMESH_FRONTEND_PORT": str(port)})
         self._until_ready(started)
+
+    def restart_nats(self) -> None:
+        """Start the NATS server; one that ran before has ended and left its store."""
+        self._spawn("nats", nats_command(self.folder, self.nats_port), NATS_THREADS)
 
     def add_service(self, role: str, name: str, options: dict[str, str]) -> None:
         """Start a process of a role beside the others."""
@@ -166,10 +170,10 @@ class Mesh:
         environment = environ() | self.options | options
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        self._processes[name] = process
+        self.processes[name] = process
 
     def _until_ready(self, started: float) -> None:
-        self.started_s = until_answers(self.url, self._processes, self.log) - started
+        self.started_s = until_answers(self.url, self.processes, self.log) - started
         deadline = time.monotonic() + START_S
         while not all(self._healthy(port) for port in self._health_ports):
             if time.monotonic() > deadline:
@@ -187,8 +191,8 @@ class Mesh:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def stop(self) -> None:
-        stop_all(process for name, process in self._processes.items() if name != "nats")
-        stop_all(process for name, process in self._processes.items() if name == "nats")
+        stop_all(process for name, process in self.processes.items() if name != "nats")
+        stop_all(process for name, process in self.processes.items() if name == "nats")
 
 
 def python_of(checkout: Path | None) -> str:

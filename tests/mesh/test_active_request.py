@@ -14,6 +14,7 @@ from support.wait import eventually
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.discovery.leases import Lease
+from kvmesh.bus.discovery.ping import answer_pings
 from kvmesh.bus.messages import Chunk, Instance, ModelCard, Role, StepOutput
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.demo import model_dir
@@ -144,21 +145,25 @@ async def test_a_finished_request_leaves_no_garbage_cycle(bus: Bus, limits: Stre
         assert not frontend.inbox
 
 
-async def test_no_lease_is_expired_right_after_this_process_has_connected(
+async def test_a_lease_is_deleted_once_its_process_stays_away(
     bus: Bus, limits: StreamLimits
 ) -> None:
     card = Instance(instance="w-1", role=Role.WORKER, name="w", version="0", started=0.0)
     lease, frontend = Lease(bus, card, limits), Frontend(bus, limits)
     directory, workers = frontend.directory, frontend.workers
+    back, gone = asyncio.Event(), asyncio.Event()
+    workers.back, workers.gone = lambda _: back.set(), lambda _: gone.set()
     await lease.open()
     await directory.open()
-    bus.connected_at = asyncio.get_running_loop().time()
-    await workers.expire_lease("w-1")
-    bucket = await bus.js.key_value(bus.subjects.instances_bucket)
-    assert await bucket.keys()
-    bus.connected_at -= 60.0
-    await workers.expire_lease("w-1")
+    workers.suspect("w-1")
+    assert workers.silent == ["w-1"]
+    listening = await answer_pings(bus, "w-1")
+    await eventually(back.is_set)
+    assert directory.instances
+    await listening.unsubscribe()
+    workers.suspect("w-1")
     await eventually(lambda: not directory.instances)
+    assert gone.is_set()
     await lease.close()
     await directory.close()
 

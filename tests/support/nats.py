@@ -70,6 +70,7 @@ class NatsServer:
 
     def __init__(self, store: Path) -> None:
         self.store = store
+        self.binary = SERVER
         self.port = free_port()
         self.max_payload = "8MB"
         self.jetstream: str | None = ""  # further settings of JetStream; None: without it
@@ -100,7 +101,7 @@ class NatsServer:
         config.write_text(self.config())
         with (self.store / "nats.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [SERVER, "-c", config], env=self.environ, stdout=log, stderr=log
+                [self.binary, "-c", config], env=self.environ, stdout=log, stderr=log
             )
         self._wait_for_port()
 
@@ -144,6 +145,10 @@ class NatsServer:
 
     def stop(self) -> None:
         self.kill(signal.SIGTERM)
+
+    def leave(self) -> None:
+        """Stop in lame duck mode: the server tells its clients, and ends once they have left."""
+        self.kill(signal.SIGUSR2)
 
     def restart(self) -> None:
         self.kill()

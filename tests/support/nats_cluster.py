@@ -11,6 +11,7 @@ from support.proxy import Proxy
 
 SERVERS = 3
 STORE_BYTES = 1 << 30  # independent of the disk
+GRACE_S = 4  # in lame duck mode, before a server disconnects those that stay
 
 
 class Member(NatsServer):
@@ -62,6 +63,7 @@ class Cluster:
             listed = ", ".join(f"nats://127.0.0.1:{port}" for port in routes)
             member.settings = (
                 f"server_name: {member.name}\n"
+                f'lame_duck_duration: "30s", lame_duck_grace_period: "{GRACE_S}s"\n'
                 f"cluster {{ name: mesh, listen: 127.0.0.1:{member.route_port}\n"
                 f"  no_advertise: true, pool_size: -1, routes: [{listed}] }}"
             )

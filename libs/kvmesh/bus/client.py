@@ -6,6 +6,7 @@ subscription, one call after another.
 """
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import ssl
@@ -17,12 +18,15 @@ import nats
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.errors import APIError
 
+from kvmesh.bus.absence import Absence
 from kvmesh.bus.connection.direct_client import DirectClient, LoginRefused
 from kvmesh.bus.connection.first_connection import BROKEN, FirstConnection
 from kvmesh.bus.connection.jetstream import Bucket, JetStream
+from kvmesh.bus.connection.lame_duck import LameDuck
 from kvmesh.bus.connection.login import Login
 from kvmesh.bus.connection.options import BusOptions as BusOptions
 from kvmesh.bus.connection.outbox import Outbox
@@ -204,6 +208,10 @@ class Bus:
         version = self.client.connected_server_version
         return f"{version.major}.{version.minor}.{version.patch}"
 
+    def absence(self) -> Absence:
+        """A record of refusals, for a caller that sends a message again by itself."""
+        return Absence(self.client.is_clustered)
+
     def new_inbox(self) -> str:
         """An unguessable subject for replies."""
         return self.client.new_inbox()
@@ -246,15 +254,17 @@ class Bus:
         message: object,
         decoder: MessageDecoder[T],
         timeout: float,
+        at_once: bool = False,
     ) -> T:
         """Send a request and return its one reply.
 
-        Raises NoResponder, RequestTimeout after `timeout` seconds, MessageTooLarge, NotPermitted,
-        MalformedReply or NotConnected.
+        Raises RequestTimeout after `timeout` seconds, MessageTooLarge, NotPermitted, MalformedReply
+        or NotConnected; NoResponder once no process has listened for so long that it is gone
+        (`Absence`), or `at_once`, for a caller that can ask another process.
         """
         data = encode(message)
         try:
-            reply = await self.client.request(subject, data, timeout=timeout)
+            reply = await self._asked(subject, data, timeout, at_once)
         except NatsTimeoutError:
             raise RequestTimeout(subject, timeout) from None
         except (NatsError, OSError) as error:
@@ -263,6 +273,23 @@ class Bus:
             return decoder.decode(reply.data)
         except msgspec.MsgspecError as error:
             raise MalformedReply(subject, error) from error
+
+    async def _asked(self, subject: str, data: bytes, timeout: float, at_once: bool) -> Msg:
+        """The reply; a request that no process has received is sent again while one may return."""
+        try:
+            return await self.client.request(subject, data, timeout=timeout)
+        except NoRespondersError:
+            if at_once:
+                raise
+        loop, absence = asyncio.get_running_loop(), self.absence()
+        ends = loop.time() + timeout
+        while not absence.refused(loop.time(), self.connected_at):
+            await asyncio.sleep(absence.wait_s(loop.time()))
+            if (left := ends - loop.time()) <= 0:
+                raise NatsTimeoutError
+            with contextlib.suppress(NoRespondersError):
+                return await self.client.request(subject, data, timeout=left)
+        raise NoRespondersError
 
     async def subscribe(
         self,
@@ -393,15 +420,15 @@ class Bus:
         if self.client.is_closed:
             return
         try:
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(2 if self.connected else 0):
                 await self._posts.drained()
                 await self.client.flush()
-        except (TimeoutError, NatsError) as error:
-            log.warning("closing without a flush: %s", cause(error))
-        try:
             await self.client.close()
-        except OSError as error:  # the server has ended the connection meanwhile
-            log.warning("the connection to NATS ended before it was closed: %s", error)
+        except (TimeoutError, NatsError, OSError, RuntimeError) as error:
+            # without a server, uvloop raises RuntimeError where asyncio raises OSError
+            reason = cause(error) if self.connected else "NATS is away"
+            log.warning("closing without a flush: %s", reason)
+            await self.client.abort()
 
 
 def returning(function: Callable[[T], object]) -> Callable[[T, Reply], None]:
@@ -431,6 +458,7 @@ async def _connect(
     client = bus.client
     last_error = broken_by = ""
     limit = 0
+    lame_duck = LameDuck(client)
 
     async def on_error(error: Exception) -> None:
         nonlocal last_error, broken_by
@@ -468,7 +496,9 @@ async def _connect(
 
     async def on_disconnect() -> None:
         client.on_disconnected()
-        if not client.is_closed:
+        leaving = lame_duck.leaving
+        lame_duck.stop()
+        if not (client.is_closed or leaving):
             reason = client.ended_by or broken_by or "no reply"
             log.warning("lost the connection to NATS, reconnecting: %s", reason)
 
@@ -486,8 +516,8 @@ async def _connect(
         closed_cb=on_closed,
         reconnected_cb=on_reconnect,
         disconnected_cb=on_disconnect,
+        lame_duck_mode_cb=lame_duck.notice,
         max_reconnect_attempts=-1,
-        reconnect_time_wait=0.2,  # type: ignore[arg-type]  # nats-py sleeps for this many seconds
         connect_timeout=2,
         ping_interval=10,
         pending_size=64 * 1024 * 1024,

@@ -54,7 +54,10 @@ class RequestTimeout(BusTimeout):
 
 
 class NoResponder(BusError):
-    """No process listens on `subject`: it is gone, or none has started yet."""
+    """No process listens on `subject`: it is gone, or none has started yet.
+
+    Of a request that was to fail at once, it may also be changing servers.
+    """
 
     def __init__(self, subject: str) -> None:
         super().__init__(f"no process listens on {subject}")

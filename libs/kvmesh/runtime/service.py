@@ -17,20 +17,21 @@ from typing import Any
 import uvloop
 from prometheus_client import REGISTRY
 
-from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import (
     BusError,
+    BusTimeout,
     BusUnavailable,
     CredentialsUnusable,
+    JetStreamUnavailable,
     NotPermitted,
     ServerUnfit,
     cause,
 )
 from kvmesh.bus.metrics import BusCollector
 from kvmesh.bus.permissions import User, permissions
-from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
-from kvmesh.bus.streams.server_check import check_server, founds_mesh, old_version
+from kvmesh.bus.streams.configuration import StreamLimits
+from kvmesh.bus.streams.preparation import prepare_streams, why_not_ready
 from kvmesh.bus.subjects import api_of
 from kvmesh.runtime import logs, memory
 from kvmesh.runtime.warnings import Warnings
@@ -41,7 +42,6 @@ from kvmesh.tracing.process import ProcessTracing, TracingUnavailable, open_trac
 log = logging.getLogger(__name__)
 DEFAULT_URL = "nats://127.0.0.1:4222"
 VERSION = version("kvmesh")
-FIRST_DELAY_S, MAX_DELAY_S = 0.5, 10.0
 QUICK_S = 1.0  # for NATS to be reached, at an ordinary start
 
 
@@ -144,6 +144,9 @@ def run_service(
     except (BusUnavailable, NotPermitted) as error:
         log.error("%s", error)
         return 2 if isinstance(error, CredentialsUnusable) else 1
+    except (BusTimeout, JetStreamUnavailable) as error:  # a supervisor's restart heals it
+        log.error("JetStream does not serve this process: %s", why_not_ready(error))
+        return 1
     except BusError as error:
         log.error("%s stops: %s", role, cause(error))
         return 1
@@ -208,30 +211,20 @@ async def _open_tracing(role: str, service: Service) -> ProcessTracing | None:
 
 
 async def _prepare(service: Service) -> None:
-    """Return once the streams exist; retry until the server or the cluster is ready."""
-    backoff, failing = Backoff(FIRST_DELAY_S, MAX_DELAY_S), False
-    while not service.stopping.is_set():
-        try:
-            domain = await check_server(service.bus)
-            founds = await founds_mesh(service.bus, domain)
-            differences = await ensure_streams(service.bus, service.limits)
-        except ServerUnfit as error:
-            raise StartError(str(error)) from error
-        except BusError as error:
-            if not failing:
-                log.warning("JetStream is not ready yet, retrying: %s", cause(error))
-            failing = True
-            await asyncio.sleep(backoff.delay())
-        else:
-            if warning := old_version(service.bus):
-                log.warning("%s", warning)
-            if founds:
-                text = "no mesh %s in JetStream domain %s of this server: made a new one;"
-                text += " nats.domain names that of another"
-                log.warning(text, service.settings.nats.namespace, domain)
-            for difference in differences:
-                log.warning("%s; `kvmesh streams apply` changes it", difference)
-            return
+    """Return once the streams exist, or the service is to stop."""
+    preparing = asyncio.create_task(prepare_streams(service.bus, service.limits))
+    stopped = asyncio.create_task(service.stopping.wait())
+    await asyncio.wait({preparing, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not preparing.done():
+        preparing.cancel()
+        await asyncio.wait({preparing})
+        return
+    try:
+        for difference in preparing.result():
+            log.warning("%s; `kvmesh streams apply` changes it", difference)
+    except ServerUnfit as error:
+        raise StartError(str(error)) from error
 
 
 def _on_signal(service: Service) -> None:

@@ -177,6 +177,7 @@ class SimClient:
         self.registered: list[SimSubscription] = []  # at the server
         self.max_payload = 1 << 20
         self.is_connected = True
+        self.is_clustered = True
         self.is_closed = False
         self.bus: Bus | None = None
         self._inbox_prefix = bytearray(b"_INBOX")

@@ -8,6 +8,7 @@ the connection is not plainly connected, nats-py's own path runs.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -23,6 +24,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError, NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
+from nats.protocol.command import unsub_cmd
 from nats.protocol.parser import AWAITING_CONTROL_LINE
 
 from kvmesh.bus.connection.ack_subject import PREFIX, in_older_layout
@@ -40,6 +42,8 @@ MAX_BUFFERED = 256 << 10
 MAX_STARTS = 4096
 KEPT = f"{ROOT}."  # inboxes are used once
 CONSUMER_REPLY = PREFIX.encode()
+REACH_S = 2.0  # for another server to accept a connection
+MIN_WAIT_S, MAX_WAIT_S = 0.02, 0.1  # between two attempts: a hundredth of the outage so far
 LATE_S = 0.1  # a timer is this late only if the process was stopped or stalled
 LARGE = 32 << 10  # payloads from this size on are not copied into a joined buffer
 SEPARATORS = frozenset(" \t\r\n")
@@ -99,6 +103,7 @@ class DirectClient(Client):
         self._writer: asyncio.WriteTransport | None = None
         self._flush_planned = False
         self._own_loop = asyncio.get_running_loop()
+        self._lost_at = self._own_loop.time()
         self._starts: dict[str, bytes] = {}  # of messages, by subject
         self._handlers: dict[int, Handler] = {}
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
@@ -113,6 +118,8 @@ class DirectClient(Client):
         vars(self._transport or self).pop("readline", None)
         self._greeted = False
         await asyncio.sleep(min(0.1 * self._refusals, REFUSED_WAIT_S))
+        outage_s = self._own_loop.time() - self._lost_at
+        self.options["reconnect_time_wait"] = min(max(outage_s / 100, MIN_WAIT_S), MAX_WAIT_S)
         await super()._connect_to_server(s)
 
     def _connect_command(self) -> bytes:
@@ -203,6 +210,12 @@ class DirectClient(Client):
             if bare is not None:  # under TLS, closing waits for the server's reply
                 bare.transport.abort()
 
+    async def abort(self) -> None:
+        """Close without sending what is pending."""
+        self._pending, self._pending_data_size = [], 0
+        with contextlib.suppress(NatsError, OSError, RuntimeError):
+            await self.close()
+
     def on_connected(self) -> None:
         """Start the direct path: the connection is up and the server knows its subscriptions."""
         self._refused_since, self._refusals = None, 0
@@ -237,6 +250,7 @@ class DirectClient(Client):
     def on_disconnected(self) -> None:
         """Stop the direct path: the connection is gone."""
         self._writer = None
+        self._lost_at = self._own_loop.time()
 
     def try_publish(self, subject: str, payload: bytes, reply: str = "") -> bool:
         """Send with the rest of this iteration of the loop; False if the caller must `publish`."""
@@ -422,6 +436,43 @@ class DirectClient(Client):
         """Host and port of the server of this connection, or of the last one."""
         url = self.connected_url
         return f"{url.hostname}:{url.port}" if url else "no server"
+
+    @property
+    def is_clustered(self) -> bool:
+        """True if the server of this connection is one of a cluster."""
+        return bool(self._server_info.get("cluster"))
+
+    @property
+    def awaits_replies(self) -> bool:
+        """True while a reply is pending."""
+        return bool(self._waiting)
+
+    async def reaches_another_server(self) -> bool:
+        """True if another server of the pool accepts connections now."""
+        for server in self._server_pool:
+            host, port = server.uri.hostname, server.uri.port
+            if server is self._current_server or host is None:
+                continue
+            with contextlib.suppress(OSError):  # a TimeoutError is one
+                async with asyncio.timeout(REACH_S):
+                    _, writer = await asyncio.open_connection(host, port)
+                writer.close()
+                return True
+        return False
+
+    async def leave_server(self) -> None:
+        """Reconnect to another server, after all that this one has for this process.
+
+        A request to this process is from now on refused, not lost, until it listens again.
+        """
+        if not self.is_connected or self._transport is None:
+            return
+        for sid in self._subs:
+            self._transport.write(unsub_cmd(sid, 0))
+        try:
+            await self.flush()
+        finally:
+            await self.force_reconnect()
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         """Refuse a server whose TLS is not as configured; follow limits that change later."""

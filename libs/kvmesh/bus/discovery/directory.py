@@ -3,12 +3,13 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from math import inf
 
 import msgspec
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.leases import STATE, LeaseDuration
-from kvmesh.bus.errors import BusError
+from kvmesh.bus.errors import BusError, NotFound, cause
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import Instance, MessageDecoder, Role
 from kvmesh.bus.storage.buckets import read_bucket
@@ -19,6 +20,7 @@ from kvmesh.bus.subjects import name_of
 log = logging.getLogger(__name__)
 READY = "ready"  # `STATE` of a process that has to catch up before
 OPEN_S = 10.0
+MARKER = "Nats-Marker-Reason"  # header of the message by which the server says that a lease ended
 _card_decoder = MessageDecoder(Instance)
 
 
@@ -32,6 +34,7 @@ class Directory:
 
     A changed card of a known instance calls `joined` again. A card that is not renewed leaves after
     the TTL even if the server's own notice is lost, but not because of an outage of this process.
+    If nobody has renewed lately, JetStream was away: the cards stay until they can be renewed.
     """
 
     def __init__(
@@ -84,10 +87,14 @@ class Directory:
 
     def _on_message(self, message: StreamMessage) -> None:
         key = message.subject.removeprefix(self._prefix)
-        if not message.data:
-            self._drop(key)
-            return
         now = asyncio.get_running_loop().time()
+        if not message.data:
+            expired = (message.headers or {}).get(MARKER) == "MaxAge"
+            if expired and key in self._cards and self._none_renews(now, key):
+                self._renewed_at[key] = now - self.lease_s  # `_expire` drops it half a lease later
+            else:
+                self._drop(key)
+            return
         if self._read.get(key) == (read := hash(message.data)):
             self._renewed_at[key] = now
             return
@@ -116,21 +123,37 @@ class Directory:
         if card is not None:
             self._left(card)
 
+    def _none_renews(self, now: float, key: str) -> bool:
+        """True if no other card was renewed within half of a lease."""
+        others = (seen for other, seen in self._renewed_at.items() if other != key)
+        return now - max(others, default=-inf) > self.lease_s / 2
+
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(self.lease_s / 3)
             limit_s = self.lease_s * 1.5
             if self._bus.connected_for < limit_s:
                 continue
+            now = asyncio.get_running_loop().time()
+            overdue = [key for key, seen in self._renewed_at.items() if now - seen > limit_s]
             try:
                 async with asyncio.timeout(self.lease_s):
                     await self._duration.refresh()
+                    for key in overdue:
+                        if not await self._is_stored(key):
+                            self._drop(key)
             except (BusError, TimeoutError) as error:
-                log.debug("assuming leases of %g s: %s", self.lease_s, error)
-                continue
-            now = asyncio.get_running_loop().time()
-            for key in [k for k, seen in self._renewed_at.items() if now - seen > limit_s]:
-                self._drop(key)
+                log.debug("cards of ended leases stay for now: %s", cause(error))
+
+    async def _is_stored(self, key: str) -> bool:
+        """True if the server has the card; raises BusError, as in a cluster without quorum."""
+        bucket = self._bus.subjects.instances_bucket
+        try:
+            return bool(
+                (await self._bus.js.get_msg(f"KV_{bucket}", subject=self._prefix + key)).data
+            )
+        except NotFound:
+            return False
 
 
 async def read_cards(bus: Bus, *roles: Role) -> list[Instance]:

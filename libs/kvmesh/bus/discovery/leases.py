@@ -16,13 +16,14 @@ import msgspec
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.jetstream import Bucket
-from kvmesh.bus.errors import BusError, Conflict, NotFound, cause
+from kvmesh.bus.errors import BusError, Conflict, JetStreamUnavailable, NotFound, cause
 from kvmesh.bus.faults import REFUSED
 from kvmesh.bus.messages import Instance, encode
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 
 log = logging.getLogger(__name__)
 STATE, REFUSED_STATE = "state", "refused"  # a label of the card, and its value
+RETRY_S = 0.5  # after a renewal that failed
 
 
 class LeaseDuration:
@@ -80,7 +81,8 @@ class Lease:
         self._renewing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
-        self._outdated = asyncio.Event()  # the card shows other refusals than there are
+        self._due_now = asyncio.Event()
+        self._in_vain_since: float | None = None
         self.card = card
 
     @property
@@ -96,11 +98,12 @@ class Lease:
         await self._renew()
         await self._start_anew()
         self._bus.faults.observe(self._on_faults)
+        self._bus.on_reconnect.append(self._due_now.set)
         self._task = asyncio.create_task(self._renew_until_closed(), name="lease")
 
     def _on_faults(self, kind: str, _: Mapping[str, str]) -> None:
         if kind == REFUSED:
-            self._outdated.set()
+            self._due_now.set()  # the card shows other refusals than there are
 
     async def _start_anew(self) -> None:
         started = await self._stored_at()  # `update` may have replaced the card meanwhile
@@ -126,11 +129,16 @@ class Lease:
     async def close(self) -> None:
         """Delete the card, so that watchers see the process leave now, not after the TTL."""
         self._closed = True
-        if self._task is None:
+        task, self._task = self._task, None
+        if task is None:
             return
         self._bus.faults.ignore(self._on_faults)
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        self._bus.on_reconnect.remove(self._due_now.set)
+        task.cancel()
+        await asyncio.wait([task])
+        if not self._bus.connected:
+            log.warning("cannot delete the lease without NATS; it will expire")
+            return
         try:
             async with asyncio.timeout(2):
                 await delete_lease(self._bus, self.card)
@@ -158,6 +166,7 @@ class Lease:
                 if (
                     not await _exists(bucket, key)
                     and self._bucket_created == self._duration.bucket_created
+                    and not self._was_unrenewable()
                 ):
                     log.warning("the lease had ended: other processes considered this one dead")
                     ended = True
@@ -182,32 +191,61 @@ class Lease:
             warnings=list(dict.fromkeys([*refused, *self.card.warnings])),
         )
 
+    def _was_unrenewable(self) -> bool:
+        """True if the lease could only end: JetStream took no renewal of this connected process.
+
+        A cluster without quorum stores nothing, and then all leases end together: directories keep
+        the cards for a while (`Directory`). Not so with `rejoins`: a leader must not resume.
+        """
+        since = self._in_vain_since
+        return (
+            not self._rejoins
+            and since is not None
+            and since - self._renewed_at < self._duration.seconds
+        )
+
     async def _renew_until_closed(self) -> None:
-        failing = False
+        loop, failing = asyncio.get_running_loop(), False
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._duration.seconds / 3):
-                    await self._outdated.wait()
-            self._outdated.clear()
+            slept_at = loop.time()
+            await self._due(RETRY_S if failing else self._duration.seconds / 3)
             try:
-                async with asyncio.timeout(self._duration.seconds):
+                async with asyncio.timeout(self._duration.seconds / 4):
                     await self._duration.refresh()
                     await self._renew()
-                failing = False
+                failing, self._in_vain_since = False, None
             except (BusError, TimeoutError) as error:
                 if not failing:
                     log.warning("cannot renew the lease, retrying: %s", cause(error))
                 failing = True
-                await self._restore_buckets()
+                self._note_failure(loop.time(), slept_at)
+                if isinstance(error, NotFound | JetStreamUnavailable):
+                    await self._restore_buckets()
+
+    async def _due(self, wait_s: float) -> None:
+        """Return after `wait_s` seconds, or at once for a reconnect or a fault on the card."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._due_now.wait()
+        self._due_now.clear()
+
+    def _note_failure(self, now: float, slept_at: float) -> None:
+        """A renewal has failed; after a time in which this process did not run, the first one."""
+        since, ran = self._in_vain_since, now - slept_at < self._duration.seconds
+        if not self._bus.connected or not ran:
+            self._in_vain_since = None
+        elif since is None:
+            self._in_vain_since = now
 
     async def _restore_buckets(self) -> None:
         """Recreate the bucket: it is in the server's memory, which a restart loses."""
         if not self._bus.connected:
             return
         try:
-            await ensure_streams(self._bus, self._limits)
-        except BusError as error:
-            log.debug("streams not restored yet: %s", error)
+            async with asyncio.timeout(self._duration.seconds / 4):
+                await ensure_streams(self._bus, self._limits)
+        except (BusError, TimeoutError) as error:
+            log.debug("streams not restored yet: %s", cause(error))
 
 
 async def delete_lease(bus: Bus, card: Instance) -> None:

@@ -10,9 +10,9 @@ _pings = MessageDecoder(Ping)
 _replies = MessageDecoder(ControlReply)
 
 
-async def ping(bus: Bus, instance: str, timeout: float) -> None:
-    """Return once `instance` replies; raises NoResponder, or RequestTimeout after `timeout` s."""
-    await bus.request(bus.subjects.ping(instance), Ping(), _replies, timeout)
+async def ping(bus: Bus, instance: str, timeout: float, at_once: bool = False) -> None:
+    """Return once `instance` replies; raises as `Bus.request` does."""
+    await bus.request(bus.subjects.ping(instance), Ping(), _replies, timeout, at_once)
 
 
 async def answer_pings(bus: Bus, instance: str) -> Subscription:

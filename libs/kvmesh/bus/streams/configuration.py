@@ -4,6 +4,7 @@ The first process creates them. Later processes do not change them, whatever the
 `apply`, run by a command, does. Reasons for each configuration: docs/adr/0021.
 """
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -90,10 +91,10 @@ async def ensure_streams(bus: Bus, limits: StreamLimits | None = None) -> list[D
     Returns the differences of existing ones from `limits`. Raises ServerUnfit if the server lacks
     space.
     """
-    found: list[Difference] = []
-    for wanted in _specs(bus, limits or StreamLimits()):
-        found += wanted.differences(await _ensure(bus, wanted))
-    return found
+    specs = _specs(bus, limits or StreamLimits())
+    present = await asyncio.gather(*(_ensure(bus, wanted) for wanted in specs))
+    found = (wanted.differences(has) for wanted, has in zip(specs, present, strict=True))
+    return [difference for each in found for difference in each]
 
 
 async def differences(bus: Bus, limits: StreamLimits) -> list[Difference]:
@@ -278,8 +279,13 @@ async def ensure_model_store(bus: Bus, limits: StreamLimits) -> None:
 
     A server sets the store's whole size aside, so no process creates it before it is used.
     """
-    catalog = KeyValueConfig(bucket=bus.subjects.catalog_bucket, replicas=bus.options.replicas)
     await _ensure(bus, _model_store(bus, limits))
+    await catalog_bucket(bus)
+
+
+async def catalog_bucket(bus: Bus) -> None:
+    """Create the catalog of the model store if missing; raises BusError."""
+    catalog = KeyValueConfig(bucket=bus.subjects.catalog_bucket, replicas=bus.options.replicas)
     await bus.js.create_key_value(catalog)
 
 

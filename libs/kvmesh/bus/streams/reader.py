@@ -43,6 +43,9 @@ ATTEMPTS = 3  # to attach to a stream that is recreated meanwhile
 SETTLED_S = 10.0  # a consumer that lives this long ends a series of attempts
 STALLED_S = 5.0  # of heartbeats, while messages wait that the consumer does not deliver
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0
+# A cluster does not reply about a stream whose leader it elects: ask again, but leave a slow server
+# more and more time to create a consumer.
+FIRST_PATIENCE_S, MAX_PATIENCE_S = 2.5, 40.0
 DELETE_S = 1.0
 REFUSED_S = 60.0
 OFFLINE_S = 0.1
@@ -387,6 +390,7 @@ class StreamReader:
 
     async def _watch(self) -> None:
         """Attach again after a loss: at once if the consumer lived long, else after a delay."""
+        patience_s = FIRST_PATIENCE_S
         while True:
             if not await self._lost():
                 continue
@@ -396,9 +400,11 @@ class StreamReader:
                 await self._wait()
             self._bus.counts.reader_restarts[self.stream] += 1
             try:
-                await self._attach()
-                self._failing, self.refusal = False, None
-            except BusError as error:
+                async with asyncio.timeout(patience_s):
+                    await self._attach()
+                self._failing, self.refusal, patience_s = False, None, FIRST_PATIENCE_S
+            except (BusError, TimeoutError) as error:
+                patience_s = min(2 * patience_s, MAX_PATIENCE_S)
                 if not self._failing:
                     log.warning("cannot read %s, retrying: %s", self.stream, cause(error))
                 self._failing = True

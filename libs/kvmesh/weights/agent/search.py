@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 
+from kvmesh.bus.absence import REJOIN_S
 from kvmesh.bus.client import Bus, RawMessage, Subscription
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import MessageDecoder, WeightOffer, WeightQuery
@@ -14,28 +15,35 @@ from kvmesh.weights.manifest import Manifest
 log = logging.getLogger(__name__)
 SHARES = (1 / 64, 1 / 8, 1.0)  # of those which have chunks
 WIDEN_S = 0.05
-OFFERED_S = 2.0
+OFFERED_S = REJOIN_S + 0.5
 _offers = MessageDecoder(WeightOffer)
 
 
 async def offered(bus: Bus, digest: str) -> bool:
-    """True if a worker replies, within OFFERED_S seconds, that it has chunks of a copy."""
-    settled, found, logged = asyncio.Event(), False, LogOnce()
+    """True if a worker replies, within OFFERED_S seconds, that it has chunks of a copy.
+
+    If no process listens, the question is repeated: all that have chunks may be changing servers.
+    """
+    loop, absence, logged = asyncio.get_running_loop(), bus.absence(), LogOnce()
+    replied, found = asyncio.Event(), False
 
     def receive(message: RawMessage) -> None:
         nonlocal found
         found = found or _offer(message, logged) is not None
         if found or not message.data:  # without data the server says that nobody listens
-            settled.set()
+            replied.set()
 
     inbox = bus.new_inbox()
     subscription = await bus.subscribe_raw(inbox, receive)
     try:
-        message = WeightQuery(digest, secrets.token_hex(8), 1.0, 0.0, "")
-        bus.post(bus.subjects.weights(digest), message, reply=inbox)
         with suppress(TimeoutError):
             async with asyncio.timeout(OFFERED_S):
-                await settled.wait()
+                while not (found or absence.refused(loop.time(), bus.connected_at)):
+                    replied.clear()
+                    message = WeightQuery(digest, secrets.token_hex(8), 1.0, 0.0, "")
+                    bus.post(bus.subjects.weights(digest), message, reply=inbox)
+                    await replied.wait()
+                    await asyncio.sleep(0 if found else absence.wait_s(loop.time()))
     finally:
         await subscription.unsubscribe()
     return found

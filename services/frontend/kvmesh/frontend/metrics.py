@@ -51,7 +51,8 @@ tool_events = Counter(
 )
 reroutes = Counter(
     "kvmesh_frontend_reroutes",
-    "Dispatches that a worker did not accept; away: this frontend had just lost its connection",
+    "Dispatches that a worker did not accept; away: this frontend had just lost its connection;"
+    " absent: no process listened, as while it changes servers",
     ["model", "reason"],
 )
 route_retries = Counter(

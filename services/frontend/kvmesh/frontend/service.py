@@ -11,8 +11,11 @@ from prometheus_client import REGISTRY
 from kvmesh.bus.client import Subscription
 from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.discovery.leases import Lease
+from kvmesh.bus.errors import BusError, Conflict, cause
 from kvmesh.bus.messages import Instance, Role, StepOutput
+from kvmesh.bus.storage.buckets import evicting_bucket, expiring_bucket, keys_bucket
 from kvmesh.bus.storage.shared_secret import SecretUnusable
+from kvmesh.bus.streams.configuration import catalog_bucket
 from kvmesh.bus.ticks import next_tick
 from kvmesh.frontend import metrics, prefork
 from kvmesh.frontend.answers.store import AnswerStore
@@ -29,6 +32,7 @@ from kvmesh.frontend.generation.active_request import RequestRunner
 from kvmesh.frontend.generation.cache_expectations import CacheExpectations
 from kvmesh.frontend.http.access_log import configure as configure_access_log
 from kvmesh.frontend.http.cache.api import CacheApi
+from kvmesh.frontend.http.cache.pin_store import MAX_BYTES, TTL_S
 from kvmesh.frontend.http.generate import Dependencies
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.routes import application
@@ -180,6 +184,7 @@ class FrontendService:
         await self.idle_models.open()
         await self.cache_api.open(self.directory.instances)
         self.answers.open()
+        service.spawn(self._make_buckets(), "buckets")
         service.spawn(self.authenticator.run(), "keys")
         service.spawn(self.events.run(), "sequence events")
         service.spawn(self.routes.run(), "route queries")
@@ -187,6 +192,28 @@ class FrontendService:
         service.spawn(self.monitor.run(), "monitor")
         service.spawn(self.stream_supervisor.run(), "streams")
         service.spawn(self._check_expectations(), "expectations")
+
+    async def _make_buckets(self) -> None:
+        """Make the buckets of requests before the first one: during a roll of the servers of a
+        cluster, too few of them run for a new one."""
+        bus, own = self._service.bus, self._settings
+        names = bus.subjects
+        makes = (
+            (names.responses_bucket, own.responses_ttl_s, own.responses_bytes, evicting_bucket),
+            (
+                names.answers_bucket,
+                own.stored_answers_ttl_s,
+                own.stored_answers_bytes,
+                evicting_bucket,
+            ),
+            (names.pins_bucket, TTL_S, MAX_BYTES, expiring_bucket),
+        )
+        made = [make(bus, name, ttl_s, most) for name, ttl_s, most, make in makes if most]
+        for result in await asyncio.gather(
+            *made, keys_bucket(bus), catalog_bucket(bus), return_exceptions=True
+        ):
+            if isinstance(result, BusError) and not isinstance(result, Conflict):
+                log.warning("a bucket is missing, and made when it is used: %s", cause(result))
 
     async def _check_expectations(self) -> None:
         while True:

@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -34,6 +35,7 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.bus.storage.model_files import publish_model
 from kvmesh.bus.streams.configuration import StreamLimits
+from kvmesh.bus.streams.preparation import patiently
 from kvmesh.bus.streams.publisher import KvPublisher
 from kvmesh.bus.ticks import next_tick
 from kvmesh.runtime.background import BackgroundTasks
@@ -335,7 +337,8 @@ class WorkerNode:
         worker = self._settings.worker
         if reason := role_problem(info, worker.serves):
             raise EngineConfigError(reason)
-        files = files or await publish_model(self._bus, self._folder)
+        if not files:
+            files = await patiently(partial(publish_model, self._bus, self._folder))
         model = replace(model_card(worker, self._folder, info, files), weights=self._weights)
         sleeps = not sleep_problem(self._engine, worker.engine)
         return instance_card(worker, info, model, self.instance, self._name, sleeps)

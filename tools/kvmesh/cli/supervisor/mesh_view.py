@@ -7,27 +7,41 @@ from collections.abc import Collection
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.compatibility import misfits
 from kvmesh.bus.discovery.directory import Directory, routable
-from kvmesh.bus.errors import URL_SETTING, BusError, BusUnavailable, NotFound, ServerUnfit, cause
+from kvmesh.bus.errors import (
+    URL_SETTING,
+    BusError,
+    BusTimeout,
+    BusUnavailable,
+    JetStreamUnavailable,
+    NotFound,
+    ServerUnfit,
+    cause,
+)
 from kvmesh.bus.messages import Instance, Load, MessageDecoder, Role, adapter_name
 from kvmesh.bus.storage.buckets import read_headers
-from kvmesh.bus.streams.configuration import ensure_streams, purge_states
-from kvmesh.bus.streams.server_check import check_server
+from kvmesh.bus.streams.configuration import purge_states
+from kvmesh.bus.streams.preparation import prepare_streams, why_not_ready
 from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.runtime.service import bus_options, stream_limits
 from kvmesh.settings import Settings, redacted
 
 log = logging.getLogger(__name__)
 CONNECT_S = 5.0
+RETRY_S = 0.5
 
 
 class MeshView:
-    """Follows leases and load messages; `loads` is by process name, then by rank."""
+    """Follows leases and load messages; `loads` is by process name, then by rank.
+
+    `waits_for` names what `follow` waits for.
+    """
 
     def __init__(self, bus: Bus, settings: Settings) -> None:
         self.bus = bus
         self._limits = stream_limits(settings.streams)
         self._directory = Directory(bus, self._limits, self._joined)
         self._changed = asyncio.Event()
+        self.waits_for = ""
         self.loads: dict[str, dict[int, Load]] = {}
 
     @classmethod
@@ -40,23 +54,46 @@ class MeshView:
         return cls(bus, settings)
 
     async def purge(self) -> None:
-        """Empty the streams and delete the index snapshots."""
-        await purge_states(self.bus)
+        """Empty the streams and delete the index snapshots. Raises UpError."""
+        try:
+            await prepare_streams(self.bus, self._limits)
+            await purge_states(self.bus)
+        except BusError as error:
+            raise self._unusable(error) from error
 
     async def follow(self) -> None:
-        """Follow leases and loads; return once all present leases are known. Raises UpError."""
+        """Follow leases and loads; return once all present leases are known. Raises UpError.
+
+        Waits while a cluster elects its leaders.
+        """
         try:
-            await check_server(self.bus)
-            await ensure_streams(self.bus, self._limits)
-            await self._directory.open()
-        except ServerUnfit as error:
-            raise UpError(str(error)) from error
+            await prepare_streams(self.bus, self._limits, self._wait_for_streams)
+            while not await self._opened():
+                await asyncio.sleep(RETRY_S)
         except BusError as error:
-            raise UpError(
-                f"cannot use JetStream at {redacted(self.bus.options.url)}: {error}"
-            ) from error
+            raise self._unusable(error) from error
+        self.waits_for = ""
         loads = self.bus.subjects.load_all
         await self.bus.subscribe(loads, MessageDecoder(Load), self._on_load)
+
+    def _wait_for_streams(self) -> None:
+        self.waits_for = "JetStream"
+
+    async def _opened(self) -> bool:
+        """Open the directory; False if the streams have lost their leader meanwhile."""
+        try:
+            await self._directory.open()
+        except (BusTimeout, JetStreamUnavailable) as error:
+            self._wait_for_streams()
+            log.warning("cannot read the leases yet, retrying: %s", why_not_ready(error))
+            await self._directory.close()
+            return False
+        return True
+
+    def _unusable(self, error: BusError) -> UpError:
+        if isinstance(error, ServerUnfit):
+            return UpError(str(error))
+        return UpError(f"cannot use JetStream at {redacted(self.bus.options.url)}: {error}")
 
     @property
     def routable(self) -> set[str]:

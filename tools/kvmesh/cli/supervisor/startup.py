@@ -39,7 +39,12 @@ class StartupGuide:
         if self._external or self._settings.up.reset_states:
             view = await self._connect()
             if self._settings.up.reset_states:
-                await view.purge()
+                timeout_s = self._settings.up.ready_timeout_s
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        await view.purge()
+                except TimeoutError:
+                    raise UpError(f"JetStream was not ready within {timeout_s:g} s") from None
 
     async def until_ready(self, mesh: "SupervisedMesh") -> None:
         """Wait until the mesh serves and announce it; raises UpError after the timeout.
@@ -55,7 +60,7 @@ class StartupGuide:
                 await view.until_present(self._names)
                 await self._until_healthy()
         except TimeoutError:
-            missing = ", ".join(sorted(set(self._names) - view.present))
+            missing = view.waits_for or ", ".join(sorted(set(self._names) - view.present))
             reason = f"; missing: {missing}" if missing else ""
             raise UpError(f"not ready within {timeout_s:g} s{reason} (see the log above)") from None
         self._log.note(f"ready after {time.monotonic() - self._started:.1f} s")

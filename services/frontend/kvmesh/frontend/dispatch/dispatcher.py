@@ -42,7 +42,7 @@ from kvmesh.tracing import names
 from kvmesh.tracing.span import TraceSpan
 
 log = logging.getLogger(__name__)
-RETRY_S = 0.1
+FIRST_RETRY_S, RETRY_S = 0.01, 0.1
 
 
 class Dispatcher:
@@ -151,6 +151,7 @@ class Dispatcher:
         state = task.dispatch
         migrating = state.extended is not None
         retry_until: float | None = state.deadline if migrating else None
+        retry_s = FIRST_RETRY_S
         task.stream.next_attempt()
         while True:
             if self._waker.is_idle(task.model):
@@ -171,9 +172,12 @@ class Dispatcher:
             if retry_until is None:
                 retry_until = now + self._restart_wait
             # the router may have noticed before this frontend that the last worker is lost
-            idling = reply.code == "no_workers" and self._waker.may_idle(task.model)
-            _raise_refusal(reply, task, idling or now < retry_until)
-            await asyncio.sleep(RETRY_S)
+            # or its only workers may be changing servers
+            returns = self._waker.may_idle(task.model) or bool(self._workers.silent)
+            may_retry = now < retry_until or (reply.code == "no_workers" and returns)
+            _raise_refusal(reply, task, may_retry)
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, RETRY_S)
 
     async def _wait_for_worker(self, task: SequenceTask) -> None:
         """Wait for the first worker of an idle model; raises ApiError if none starts in time.
@@ -262,7 +266,7 @@ class Dispatcher:
             self._blame(stream, stream, "vanished")
         elif offered.status in ("away", "unloaded"):
             await asyncio.sleep(RETRY_S)
-        elif offered.status != "frozen":
+        elif offered.status != "frozen" and instance not in self._workers.silent:
             state.exclude.append(instance)
         return False
 

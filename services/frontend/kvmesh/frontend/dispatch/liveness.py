@@ -15,7 +15,7 @@ from kvmesh.bus.ticks import next_tick
 from kvmesh.frontend import metrics
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.dispatch.token_stream import TokenStream
-from kvmesh.frontend.dispatch.work_client import REJOIN_S, WorkClient
+from kvmesh.frontend.dispatch.work_client import WorkClient
 from kvmesh.frontend.errors import ApiError
 from kvmesh.runtime.background import BackgroundTasks
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _replies = MessageDecoder(ControlReply)
 TICK_S = 0.25
 PAUSE_S = 1.0  # a tick that comes this late means that this process was stopped or stalled
-PING_AFTER_S = 1.0
+PING_AFTER_S, PING_EVERY_S = 0.5, 1.0
 RESEND_AFTER_S = 2.0
 MAX_RESEND_S = 15.0
 GAP_S = 0.05
@@ -36,10 +36,12 @@ class ProbeState:
     """Probes of one stream; only the monitor changes it.
 
     `received_at` is the stream's value at the last check, `paused` the seconds since then in which
-    this process could not read messages.
+    this process could not read messages. `cut_off`: one of both has reconnected since then, so that
+    the last tokens may be lost.
     """
 
     __slots__ = (
+        "cut_off",
         "model",
         "paused",
         "probes",
@@ -55,6 +57,7 @@ class ProbeState:
         self.stream = stream
         self.received_at = stream.received_at
         self.paused = 0.0
+        self.cut_off = False
         self.probes = 0
         self.resend_at = 0.0
         self.reported = 0
@@ -65,6 +68,7 @@ class ProbeState:
         if self.received_at != self.stream.received_at:
             self.received_at = self.stream.received_at
             self.paused = 0.0
+            self.cut_off = False
             self.probes = 0
 
     def silence(self, now: float) -> float:
@@ -96,6 +100,8 @@ class LivenessMonitor:
         self._pinged: dict[str, float] = {}
         self._tasks = BackgroundTasks()
         self._loop = asyncio.get_running_loop()
+        workers.gone, workers.back = self._on_gone, self._on_reconnect
+        bus.on_reconnect.append(self._on_reconnect)
 
     def watch(self, model: str, stream: TokenStream) -> None:
         if stream not in self._watched:
@@ -126,6 +132,17 @@ class LivenessMonitor:
         self._pinged.pop(card.instance, None)
         self._lose(card.instance, "the worker's lease ended")
 
+    def _on_gone(self, instance: str) -> None:
+        self._pinged.pop(instance, None)
+        self._lose(instance, "no process listens on its subjects")
+
+    def _on_reconnect(self, instance: str | None = None) -> None:
+        """A worker, or this process if None, has reconnected: no later token may reveal a loss."""
+        for state in self._watched.values():
+            if instance in (None, state.stream.instance):
+                state.refresh()
+                state.cut_off = True
+
     def on_gap(self, stream: TokenStream) -> None:
         """Request the missing chunk, unless that was just done."""
         state, now = self._watched.get(stream), self._loop.time()
@@ -151,6 +168,9 @@ class LivenessMonitor:
             silence = state.silence(now)
             if silence > self._stall_timeout:
                 stream.fail(ApiError("timeout", "The engine has been silent for too long."))
+            elif state.cut_off and now - self._bus.connected_at > TICK_S:
+                state.cut_off = False
+                self._start(self._resend(stream))
             elif silence > PING_AFTER_S:
                 self._probe(state, silence, now)
 
@@ -162,7 +182,7 @@ class LivenessMonitor:
 
     def _probe(self, state: ProbeState, silence: float, now: float) -> None:
         instance = state.stream.instance
-        if now - self._pinged.get(instance, 0.0) > PING_AFTER_S:
+        if now - self._pinged.get(instance, 0.0) > PING_EVERY_S:
             self._pinged[instance] = now
             self._start(self._ping(instance))
         wait = min(RESEND_AFTER_S * 2**state.probes, MAX_RESEND_S)
@@ -173,14 +193,8 @@ class LivenessMonitor:
 
     async def _ping(self, instance: str) -> None:
         try:
-            await ping(self._bus, instance, CONTROL_TIMEOUT_S)
-        except NoResponder:
-            if self._bus.connected_for < REJOIN_S:
-                return  # the worker may be reconnecting too
-            self._pinged.pop(instance, None)
-            self._lose(instance, "no process listens on its subjects")
-            await self._workers.expire_lease(instance)
-        except RequestTimeout:
+            await ping(self._bus, instance, CONTROL_TIMEOUT_S, at_once=True)
+        except (NoResponder, RequestTimeout):
             self._workers.suspect(instance)
 
     async def _resend(self, stream: TokenStream) -> None:

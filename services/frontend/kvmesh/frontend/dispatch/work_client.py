@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
 
@@ -19,7 +20,6 @@ from kvmesh.tracing.names import OFFER
 log = logging.getLogger(__name__)
 REPLY_TIMEOUT_S = 1.0  # workers reply at once, whatever their engines do
 PROBE_S = 0.5
-REJOIN_S = 2.0  # after this process has connected, while other processes may be reconnecting
 CHECK_TIMEOUT_S = 30.0
 _replies = MessageDecoder(WorkReply)
 
@@ -27,8 +27,8 @@ _replies = MessageDecoder(WorkReply)
 class OfferResult(NamedTuple):
     """The `WorkReply.status` of an offer, or the reason why there was no reply.
 
-    "gone": no process listens there; "silent": no reply in time; "frozen": the worker was silent
-    before; "away": this process's own connection broke during the offer or just before it.
+    "absent": no process listens there now; "silent": no reply in time; "frozen": the worker was
+    silent before; "away": this process's own connection broke during the offer.
     """
 
     status: str
@@ -38,7 +38,8 @@ class OfferResult(NamedTuple):
 class WorkClient:
     """Offers sequences to workers and registers accepted ones with the inbox.
 
-    A worker that missed a reply is `silent` until it replies to a probe.
+    A worker that missed a reply is `silent` until it replies to a probe. `gone` gets each instance
+    that does not come back, and `back` each that does.
     """
 
     def __init__(self, bus: Bus, inbox: TokenInbox, directory: Directory) -> None:
@@ -48,6 +49,8 @@ class WorkClient:
         self._sent_prompts = SentPromptCache()
         self._probes: dict[str, asyncio.Task[None]] = {}
         self.lost_at = -inf  # loop time at which a worker was last found gone
+        self.gone: Callable[[str], None] = lambda _: None
+        self.back: Callable[[str], None] = lambda _: None
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -83,7 +86,7 @@ class WorkClient:
         except (NoResponder, RequestTimeout) as error:
             if stream.received_at > offered_at:
                 return OfferResult("accepted")  # only the reply was lost: tokens arrive
-            return await self._unanswered(stream, error, offered_at)
+            return self._unanswered(stream, error, offered_at)
         finally:
             offering.end()
         if reply.stored:
@@ -110,37 +113,65 @@ class WorkClient:
 
     async def _send(self, instance: str, work: Work) -> WorkReply:
         subject = self._bus.subjects.work(instance)
-        return await self._bus.request(subject, work, _replies, REPLY_TIMEOUT_S)
+        return await self._bus.request(subject, work, _replies, REPLY_TIMEOUT_S, at_once=True)
 
-    async def _unanswered(
+    def _unanswered(
         self, stream: TokenStream, error: NoResponder | RequestTimeout, offered_at: float
     ) -> OfferResult:
         self.inbox.remove(stream)
-        absent = isinstance(error, NoResponder)
-        if absent and self._bus.connected_for >= REJOIN_S:
-            await self.expire_lease(stream.instance)
-            return OfferResult("gone", str(error))
-        self.cancel(stream)
         self.suspect(stream.instance)
+        if isinstance(error, NoResponder):
+            return OfferResult("absent", str(error))
+        self.cancel(stream)
         cut_off = self._bus.connected_for < self._loop.time() - offered_at
-        return OfferResult("away" if absent or cut_off else "silent", str(error))
+        return OfferResult("away" if cut_off else "silent", str(error))
 
     def suspect(self, instance: str) -> None:
-        """The worker missed a reply: probe it until it replies, and list it as silent."""
+        """The worker missed a reply or does not listen: list it as silent, and probe it until it
+        replies, is gone, or its lease has ended."""
         if instance not in self._probes and self._is_listed(instance):
-            log.warning("worker %s does not reply: offering it no work until it does", instance)
             probe = self._loop.create_task(self._probe(instance), name="probe")
             self._probes[instance] = probe
 
     async def _probe(self, instance: str) -> None:
+        absence, logged = self._bus.absence(), False
         try:
             while self._is_listed(instance):
-                if await self._replies(instance):
-                    log.info("worker %s replies again", instance)
+                wait_s = PROBE_S
+                try:
+                    await ping(self._bus, instance, REPLY_TIMEOUT_S, at_once=True)
+                except NoResponder:
+                    if absence.refused(self._loop.time(), self._bus.connected_at):
+                        await self._bury(instance)
+                        return
+                    wait_s = absence.wait_s(self._loop.time())
+                except BusError:
+                    absence.replied()
+                    if not logged:
+                        log.warning(
+                            "worker %s does not reply: offering it no work until it does", instance
+                        )
+                    logged = True
+                else:
+                    if logged:
+                        log.info("worker %s replies again", instance)
+                    self.back(instance)
                     return
-                await asyncio.sleep(PROBE_S)
+                await asyncio.sleep(wait_s)
         finally:
             del self._probes[instance]
+
+    async def _bury(self, instance: str) -> None:
+        """Remove the lease of a process that no longer listens, so that all processes see it go."""
+        self.lost_at = self._loop.time()
+        log.warning("worker %s is gone: no process listens on its subjects", instance)
+        self.gone(instance)
+        try:
+            for card in self._directory.instances:
+                if card.instance == instance:
+                    await delete_lease(self._bus, card)
+        except BusError as error:
+            log.warning("cannot delete the lease of %s, which will expire: %s", instance, error)
 
     def _is_listed(self, instance: str) -> bool:
         return any(card.instance == instance for card in self._directory.instances)
@@ -156,17 +187,3 @@ class WorkClient:
         """Post a command to stop the current attempt."""
         subject = self._bus.subjects.ctl(stream.instance)
         self._bus.post(subject, Cancel(stream.attempt))
-
-    async def expire_lease(self, instance: str) -> None:
-        """Remove the lease of a process that no longer listens, so that all processes see it go.
-
-        Does nothing right after this process has connected: after an outage of the server, other
-        processes may still be reconnecting.
-        """
-        if self._bus.connected_for < REJOIN_S:
-            return
-        self.lost_at = self._loop.time()
-        for card in self._directory.instances:
-            if card.instance == instance:
-                log.warning("worker %s is gone: no process listens on its subjects", instance)
-                await delete_lease(self._bus, card)

@@ -197,7 +197,7 @@ class QueryServer:
             subject = subjects.index_part_at(replica)
             try:
                 seconds = left / 2 if first else left
-                return await self._bus.request(subject, query, _replies, seconds)
+                return await self._bus.request(subject, query, _replies, seconds, at_once=True)
             except NoResponder:
                 continue
             except RequestTimeout:
@@ -207,7 +207,7 @@ class QueryServer:
                     raise
                 left /= 2
         subject = subjects.index_shard(ANY_MODEL, label)
-        return await self._bus.request(subject, query, _replies, left)
+        return await self._bus.request(subject, query, _replies, left, at_once=True)
 
     # --- the other shards' replicas
 

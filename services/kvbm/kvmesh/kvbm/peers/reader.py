@@ -113,7 +113,7 @@ class PeerReader:
         traces = [prompt.traceparent] if prompt.traceparent else []
         query = OverlapQuery([sequence_hashes], prompt.salt, traces)
         try:
-            reply = await self._bus.request(subject, query, _overlaps, FIND_S)
+            reply = await self._bus.request(subject, query, _overlaps, FIND_S, at_once=True)
             rows = unpack_rows(reply.rows[0] if reply.rows else b"")
             overlaps = [(reply.ranks[row.rank].instance, row.host, row.disk) for row in rows]
         except (BusError, struct.error, IndexError) as error:

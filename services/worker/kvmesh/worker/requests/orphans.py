@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from kvmesh.bus.absence import GONE_S
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.errors import BusError, NoResponder
@@ -14,17 +15,14 @@ from kvmesh.bus.ticks import next_tick
 log = logging.getLogger(__name__)
 _replies = MessageDecoder(ControlReply)
 CHECK_S = 1.0
-PROBE_S = 1.0
-SETTLED_S = 5.0
-MISSED_PROBES = 2
+PROBE_S = GONE_S + 0.5
 
 
 class OrphanedRequests:
     """Calls `abandon` for each dead frontend among the `active_frontends`.
 
-    A frontend is dead when its lease has ended and, in two probes in a row, nothing subscribes to
-    its tokens. One that is stopping withdraws its lease and stays subscribed; one that has just
-    lost the connection, perhaps together with this worker, reconnects.
+    A frontend is dead when its lease has ended and no process subscribes to its tokens any more.
+    One that is stopping withdraws its lease and stays subscribed.
     """
 
     def __init__(
@@ -39,7 +37,7 @@ class OrphanedRequests:
         self._instance = instance
         self._active_frontends = active_frontends
         self._abandon = abandon
-        self._missed: dict[str, int] = {}
+        self._left: set[str] = set()
         self._directory = Directory(bus, limits, self._on_joined, self._on_left, Role.FRONTEND)
         self._task: asyncio.Task[None] | None = None
 
@@ -54,28 +52,22 @@ class OrphanedRequests:
             await self._directory.close()
 
     def _on_joined(self, card: Instance) -> None:
-        self._missed.pop(card.instance, None)
+        self._left.discard(card.instance)
 
     def _on_left(self, card: Instance) -> None:
-        self._missed[card.instance] = 0
+        self._left.add(card.instance)
 
     async def _run(self) -> None:
         while True:
             await next_tick(CHECK_S)
             active = self._active_frontends()
-            for frontend in list(self._missed):
-                if frontend in active:
-                    await self._probe(frontend)
-                else:
-                    self._missed.pop(frontend, None)
+            self._left &= active
+            for frontend in list(self._left):
+                await self._probe(frontend)
 
     async def _probe(self, frontend: str) -> None:
-        missed = self._bus.connected_for > SETTLED_S and not await self._is_subscribed(frontend)
-        if frontend not in self._missed:
-            return
-        self._missed[frontend] = self._missed[frontend] + 1 if missed else 0
-        if self._missed[frontend] >= MISSED_PROBES:
-            del self._missed[frontend]
+        if not await self._is_subscribed(frontend) and frontend in self._left:
+            self._left.remove(frontend)
             log.warning("frontend %s is gone: aborting its requests", frontend)
             self._abandon(frontend)
 
