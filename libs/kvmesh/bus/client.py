@@ -21,6 +21,7 @@ from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.errors import APIError
 
+from kvmesh.bus.connection.acks import Acks, stream_of
 from kvmesh.bus.connection.direct_client import DirectClient
 from kvmesh.bus.connection.first_connection import BROKEN, FirstConnection
 from kvmesh.bus.connection.jetstream import Bucket, JetStream
@@ -28,11 +29,15 @@ from kvmesh.bus.connection.outbox import Outbox
 from kvmesh.bus.connection.tls import tls_context
 from kvmesh.bus.connection.translation import bus_errors, to_bus_error
 from kvmesh.bus.errors import (
+    BusError,
+    BusTimeout,
     BusUnavailable,
+    JetStreamError,
     MalformedReply,
     MessageTooLarge,
     RequestTimeout,
     cause,
+    is_missing_stream,
 )
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import MessageDecoder, encode
@@ -67,6 +72,13 @@ class RawMessage(Protocol):
     def reply(self) -> str: ...
     @property
     def headers(self) -> dict[str, str] | None: ...
+
+
+class Keeper(Protocol):
+    """Makes streams that are missing."""
+
+    async def make_missing(self) -> bool:
+        """True if the streams are as they should be now; never raises BusError."""
 
 
 class Subscription:
@@ -129,7 +141,11 @@ class Bus:
         self.options = options
         self.subjects = Subjects(options.namespace)
         self.js = JetStream(client.jetstream(timeout=10))
-        self.buckets: dict[str, Bucket] = {}
+        self._buckets: dict[str, Bucket] = {}
+        self.acks = Acks()
+        self.specs: dict[str, Any] = {}  # by name: the `StreamSpec`s that this process keeps
+        self.keeper: Keeper | None = None
+        self.late = False  # the server was not there yet at the first attempt to connect
         self.connected_at = asyncio.get_running_loop().time()
         self.on_reconnect: list[Callable[[], None]] = []
         self.on_lost: list[Callable[[], None]] = []
@@ -158,6 +174,7 @@ class Bus:
                 _connect_with_retries(client, servers, bus, name, first, security)
             )
             await first.result(attempt, timeout)
+            bus.late = first.retried
         except _failures(options) as error:
             client.abandon()
             reason = first.reason(error, _credentials(options))
@@ -200,6 +217,13 @@ class Bus:
         version = self.client.connected_server_version
         return f"{version.major}.{version.minor}.{version.patch}"
 
+    def bucket(self, name: str) -> Bucket:
+        """A bucket, which need not exist yet: what it stores makes missing streams first."""
+        found = self._buckets.get(name)
+        if found is None:
+            found = self._buckets[name] = Bucket(name, self.js.context, self._storing)
+        return found
+
     def new_inbox(self) -> str:
         """An unguessable subject for replies."""
         return self.client.new_inbox()
@@ -223,6 +247,40 @@ class Bus:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """Publish encoded `data` into a stream; return once the server has stored it."""
+        stream = stream_of(subject)
+        await self._storing(stream, lambda: self._store(subject, data, timeout, headers))
+
+    async def _storing(self, stream: str, operation: Callable[[], Awaitable[T]]) -> T:
+        return await self.using(lambda: self._acknowledged(stream, operation))
+
+    async def using(self, operation: Callable[[], Awaitable[T]]) -> T:
+        """Run an operation on a stream; once more if that was missing and was made again."""
+        try:
+            return await operation()
+        except BusError as error:
+            if self.keeper is None or not is_missing_stream(error):
+                raise
+            if not await self.keeper.make_missing():
+                raise
+        return await operation()
+
+    async def _acknowledged(self, stream: str, operation: Callable[[], Awaitable[T]]) -> T:
+        sent = asyncio.get_running_loop().time()
+        try:
+            result = await operation()
+        except BusTimeout:
+            if self.connected_at <= sent and self.connected:
+                self.acks.missed(stream, sent)
+            raise
+        except JetStreamError:
+            self.acks.arrived(stream)
+            raise
+        self.acks.arrived(stream)
+        return result
+
+    async def _store(
+        self, subject: str, data: bytes, timeout: float, headers: Mapping[str, str] | None
+    ) -> None:
         extra = dict(headers) if headers is not None else None
         with bus_errors(subject, len(data)):
             ack = await self.client.request(subject, data, timeout=timeout, headers=extra)
@@ -468,6 +526,7 @@ async def _connect(
         last_error = broken_by = ""
         client.on_connected()
         bus.connected_at = asyncio.get_running_loop().time()
+        bus.acks.reset()
         bus.counts.reconnects += 1
         log.info("reconnected to %s", client.server)
         for callback in bus.on_reconnect:

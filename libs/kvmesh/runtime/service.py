@@ -22,6 +22,7 @@ from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import BusError, BusUnavailable, ServerUnfit, cause
 from kvmesh.bus.metrics import BusCollector
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
+from kvmesh.bus.streams.keeper import keeper_of
 from kvmesh.bus.streams.server_check import check_server
 from kvmesh.runtime import logs, memory
 from kvmesh.runtime.warnings import Warnings
@@ -65,7 +66,7 @@ class Service:
         self.stopping = asyncio.Event()
         self.failed = False
         self.warnings = Warnings()
-        bus.on_lost.append(self._fail)
+        bus.on_lost.append(self.stop_failed)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
@@ -80,9 +81,10 @@ class Service:
         if task.cancelled() or task.exception() is None:
             return
         log.error("task %s failed; stopping", task.get_name(), exc_info=task.exception())
-        self._fail()
+        self.stop_failed()
 
-    def _fail(self) -> None:
+    def stop_failed(self) -> None:
+        """Stop with status 1, so that a supervisor starts the process again."""
         self.failed = True
         self.stopping.set()
 
@@ -154,6 +156,8 @@ async def _run(
     try:
         tracing = await _open_tracing(role, service)
         await _prepare(service)
+        keeper = keeper_of(bus)
+        service.spawn(keeper.run(service.warnings.update, role == "frontend"), "streams")
         if not service.stopping.is_set():
             await main(service)
     finally:

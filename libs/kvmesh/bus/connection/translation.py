@@ -11,6 +11,7 @@ from nats.js import errors as js
 
 from kvmesh.bus.connection.direct_client import PermissionDenied
 from kvmesh.bus.errors import (
+    STREAM_NOT_FOUND,
     BusError,
     BusTimeout,
     Conflict,
@@ -83,6 +84,8 @@ def _jetstream_error(error: js.APIError) -> JetStreamError:
         return JetStreamUnavailable(cause(error), 500, err_code)
     if isinstance(error, js.ServiceUnavailableError):
         return JetStreamUnavailable(cause(error), 503, err_code)
+    if isinstance(error, js.BucketNotFoundError):
+        return NotFound(cause(error), 404, STREAM_NOT_FOUND)
     if isinstance(error, js.NotFoundError):
         return NotFound(cause(error), 404, err_code)
     if isinstance(error, js.KeyWrongLastSequenceError):

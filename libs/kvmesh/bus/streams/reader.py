@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from time import monotonic
 from typing import NamedTuple
 
@@ -174,7 +175,7 @@ class StreamReader:
 
     async def _attach(self) -> None:
         self._attaching = True
-        info = await self._bus.js.stream_info(self.stream)
+        info = await self._bus.using(partial(self._bus.js.stream_info, self.stream))
         await self._check(info)
         for _ in range(ATTEMPTS):
             await self._create_consumer()

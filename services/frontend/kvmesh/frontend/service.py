@@ -18,7 +18,7 @@ from kvmesh.frontend import metrics, prefork
 from kvmesh.frontend.answers.store import AnswerStore
 from kvmesh.frontend.auth.authenticator import Authenticator, KeysError
 from kvmesh.frontend.auth.shared_limits import SharedLimits
-from kvmesh.frontend.auth.tenant_secret import tenant_secret
+from kvmesh.frontend.auth.tenant_secret import share_tenant_secret
 from kvmesh.frontend.dispatch.dispatcher import Dispatcher
 from kvmesh.frontend.dispatch.liveness import LivenessMonitor
 from kvmesh.frontend.dispatch.route_client import RouteClient
@@ -159,7 +159,7 @@ class FrontendService:
         subjects = service.bus.subjects
         try:
             configured = self._settings.tenant_secret
-            self._tenants.set_secret(await tenant_secret(service.bus, configured))
+            await share_tenant_secret(service.bus, configured, self._tenants)
         except SecretUnusable as error:
             raise StartError(str(error), permanent=error.configured) from error
         self._tokens = await service.bus.subscribe(
@@ -176,7 +176,6 @@ class FrontendService:
         await self.directory.open()
         await self.idle_models.open()
         await self.cache_api.open(self.directory.instances)
-        self.answers.open()
         service.spawn(self.authenticator.run(), "keys")
         service.spawn(self.events.run(), "sequence events")
         service.spawn(self.routes.run(), "route queries")
