@@ -2,14 +2,16 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from nats.js.api import DiscardPolicy, StorageType, StreamConfig
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.jetstream import Bucket
 from kvmesh.bus.connection.translation import bus_errors
+from kvmesh.bus.errors import Conflict, NotFound
 from kvmesh.bus.streams.configuration import ensure_stream, write_once
-from kvmesh.bus.streams.keeper import declare
+from kvmesh.bus.streams.keeper import declare, keeper_of
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 
 TIMEOUT_S = 10.0
@@ -120,3 +122,32 @@ def write_once_bucket(bus: Bus, bucket: str) -> Bucket:
     """A bucket, made whenever it is missing, whose entries cannot be replaced or deleted."""
     declare(bus, write_once(bucket, bus.options.replicas))
     return bus.bucket(bucket)
+
+
+class KnownEntries:
+    """Entries of a bucket that this process knows, and stores again when they are missing.
+
+    It does so only while `active`: of several processes that know them, one is enough.
+    """
+
+    def __init__(self, bus: Bus, bucket: str, what: str, active: Callable[[], bool]) -> None:
+        self._bucket = bus.bucket(bucket)
+        self._values: dict[str, bytes] = {}
+        self._active = active
+        keeper_of(bus).restore(what, self._restore)
+
+    def note(self, key: str, value: bytes) -> None:
+        """The present value of a key; empty if somebody has deleted it."""
+        if value:
+            self._values[key] = value
+        else:
+            self._values.pop(key, None)
+
+    async def _restore(self) -> None:
+        for key, value in list(self._values.items()) if self._active() else ():
+            try:
+                await self._bucket.get(key)
+            except NotFound:
+                if self._values.get(key) == value:  # nobody has deleted it meanwhile
+                    with suppress(Conflict):
+                        await self._bucket.create(key, value)

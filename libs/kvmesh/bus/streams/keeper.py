@@ -43,7 +43,6 @@ SHOWN_S = 600.0  # for which a loss is on the card
 NOT_FOUND, EXISTS = 404, 10058
 # Contents that no running process can restore, by the last part of a stream's name.
 ONLY_COPIES = {
-    "keys": "API keys",
     "pins": "pins",
     "responses": "stored responses",
     "answers": "answers as they were generated",
@@ -151,6 +150,10 @@ class StreamKeeper:
     def forget(self, what: str) -> None:
         """End what `restore` began."""
         self._restorers.pop(what, None)
+
+    def report(self, about: str, text: str) -> None:
+        """Have a loss among the warnings of a process that tells, for SHOWN_S."""
+        self._losses[about] = _now(), text
 
     async def make_missing(self) -> bool:
         """Make missing streams now; False if some are still missing. Never raises BusError."""
@@ -264,8 +267,7 @@ class StreamKeeper:
     def _lose(self, name: str, event: str) -> None:
         contents = ONLY_COPIES.get(name.rpartition("-")[2])
         if contents is not None:
-            text = f"stream {name} {event}: {contents} that no copy has are gone"
-            self._losses[name] = _now(), text
+            self.report(name, f"stream {name} {event}: its {contents} are gone")
 
     async def _request(self, subject: str, data: bytes = b"") -> _Info:
         with bus_errors(subject):

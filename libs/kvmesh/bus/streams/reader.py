@@ -332,6 +332,8 @@ class StreamReader:
                 if not failing:
                     log.warning("cannot read %s, retrying: %s", self.stream, cause(error))
                 failing = True
+                if isinstance(error, NotFound):  # no load of the server, and soon there again
+                    self._backoff.reset()
                 self._stale.set()
 
     async def _wait(self) -> None:

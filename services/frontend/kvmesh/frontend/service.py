@@ -4,8 +4,10 @@ import asyncio
 import logging
 import sys
 import time
+from functools import partial
 
 from aiohttp import web
+from msgspec.structs import replace
 from prometheus_client import REGISTRY
 
 from kvmesh.bus.client import Subscription
@@ -13,12 +15,13 @@ from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.messages import Instance, Role, StepOutput
 from kvmesh.bus.storage.shared_secret import SecretUnusable
+from kvmesh.bus.streams.keeper import keeper_of, remake
 from kvmesh.bus.ticks import next_tick
 from kvmesh.frontend import metrics, prefork
 from kvmesh.frontend.answers.store import AnswerStore
 from kvmesh.frontend.auth.authenticator import Authenticator, KeysError
 from kvmesh.frontend.auth.shared_limits import SharedLimits
-from kvmesh.frontend.auth.tenant_secret import share_tenant_secret
+from kvmesh.frontend.auth.tenant_secret import LABEL, other_secrets, share_tenant_secret
 from kvmesh.frontend.dispatch.dispatcher import Dispatcher
 from kvmesh.frontend.dispatch.liveness import LivenessMonitor
 from kvmesh.frontend.dispatch.route_client import RouteClient
@@ -105,6 +108,9 @@ class FrontendService:
             settings.stored_answers_bytes,
             settings.stored_answers_ttl_s,
         )
+        names = service.bus.subjects
+        lazy = f"KV_{names.keys_bucket}", f"KV_{names.catalog_bucket}"
+        remake(service.bus, *lazy, f"OBJ_{names.model_store_bucket}")
         self.preprocessor = Preprocessor(
             settings.prepare_cache_bytes, self._tenants, self.answers, settings.share_prefixes
         )
@@ -157,6 +163,7 @@ class FrontendService:
     async def open(self) -> None:
         service = self._service
         subjects = service.bus.subjects
+        await keeper_of(service.bus).make_missing()  # the buckets that parts have declared
         try:
             configured = self._settings.tenant_secret
             await share_tenant_secret(service.bus, configured, self._tenants)
@@ -189,8 +196,20 @@ class FrontendService:
             self.expectations.retain({card.instance for card in self.directory.instances})
             self._service.warnings.update("missed_hits", self.expectations.wrong())
             self._service.warnings.update("chat_template", self.registry.template_faults)
+            others = other_secrets(self.directory.instances, self._tenants.fingerprint)
+            self._service.warnings.update("tenant_secret", others)
             metrics.answers_bytes.set(self.answers.size)
             await next_tick(CHECK_S)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of this frontend's card."""
+        return {LABEL: self._tenants.fingerprint}
+
+    async def keep_labels(self, lease: Lease) -> None:
+        """Have the present labels on the card; raises BusError."""
+        if lease.card.labels != self.labels:
+            await lease.update(replace(lease.card, labels=self.labels))
 
     async def drain(self, _: web.Application) -> None:
         """Wait for running requests, after the port is closed and before connections are."""
@@ -267,9 +286,11 @@ async def main(service: Service) -> None:
         version=VERSION,
         started=time.time(),
         endpoint=endpoint,
+        labels=frontend.labels,
     )
     lease = Lease(service.bus, card, service.limits)
     await lease.open()
+    keeper_of(service.bus).restore("the card's labels", partial(frontend.keep_labels, lease))
     service.start_watchdog()
     log.info("listening on %s", endpoint)
     others = asyncio.create_task(prefork.supervise(service), name="prefork")
