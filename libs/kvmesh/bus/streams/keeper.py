@@ -48,8 +48,8 @@ ONLY_COPIES = {
     "answers": "answers as they were generated",
     "catalog": "the names of uploaded models",
     "modelstore": "uploaded models",
-    "route": "the history of decisions and outcomes",
-    "scaling": "the history of scaling decisions",
+    "route": "earlier decisions and outcomes",
+    "scaling": "earlier scaling decisions",
 }
 Warn = Callable[[str, Mapping[str, str]], None]
 
@@ -133,6 +133,7 @@ class StreamKeeper:
         self._absent: dict[str, str] = {}  # texts about streams that cannot be made
         self._may_create = True
         self._looks_due = 0
+        self._look_every = LOOK_EVERY
         self._making = asyncio.Lock()
         self._made_at = 0.0
         self._wanted = asyncio.Event()
@@ -171,6 +172,7 @@ class StreamKeeper:
 
     async def run(self, warn: Warn, tells: bool) -> None:
         """Check until cancelled; a process that `tells` names what is lost for good."""
+        self._look_every = 1 if tells else LOOK_EVERY
         self._bus.on_reconnect.append(self._on_reconnect)
         try:
             while True:
@@ -216,7 +218,7 @@ class StreamKeeper:
         self._absent, self._made_at = absent, _now()
         self._looks_due -= 1
         if self._looks_due < 0:
-            self._looks_due = LOOK_EVERY
+            self._looks_due = self._look_every - 1
             for name in list(self._bus.specs):
                 await self._look(name)
 
@@ -236,7 +238,9 @@ class StreamKeeper:
         except BusError as error:
             return f"it cannot be created: {cause(error)}"
         if seen is not None:
-            log.warning("stream %s was missing: made it again", name)
+            # one in the server's memory goes with each restart of the server
+            level = logging.INFO if b'"storage":"memory"' in bytes(seen.config) else logging.WARNING
+            log.log(level, "stream %s was missing: made it again", name)
         return ""
 
     async def _create(self, name: str, config: Raw) -> None:
@@ -267,7 +271,7 @@ class StreamKeeper:
     def _lose(self, name: str, event: str) -> None:
         contents = ONLY_COPIES.get(name.rpartition("-")[2])
         if contents is not None:
-            self.report(name, f"stream {name} {event}: its {contents} are gone")
+            self.report(name, f"stream {name} {event}: {contents} are gone")
 
     async def _request(self, subject: str, data: bytes = b"") -> _Info:
         with bus_errors(subject):
