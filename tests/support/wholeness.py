@@ -3,15 +3,18 @@
 import asyncio
 import hashlib
 import json
+import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery.directory import read_cards
+from kvmesh.bus.messages import Role
 from kvmesh.bus.storage.buckets import keys_bucket, read_bucket
 from kvmesh.bus.streams.keeper import stream_names
 from support.mesh import Mesh
@@ -47,7 +50,7 @@ class Tenants:
         )
         self.mesh.env["KVMESH_FRONTEND_KEYS_FILE"] = str(keys)
         self.mesh.env["KVMESH_FRONTEND_KEYS_BUCKET"] = "true"
-        await (await keys_bucket(self.bus)).put("bob", _key("bob"))
+        await (await keys_bucket(self.bus)).put("bob", key_entry("bob"))
         self.mesh.start("indexer", "indexer-0", KVMESH_INDEXER_SNAPSHOT_THRESHOLD="1")
         self.mesh.start("router", "router-0")
         self.mesh.start("worker", "worker-0", KVMESH_MOCK_SPEEDUP="100")
@@ -62,9 +65,19 @@ class Tenants:
         metrics = {"KVMESH_FRONTEND_METRICS_PORT": str(free_port())} if port else {}
         self.mesh.start("frontend", name, KVMESH_FRONTEND_PORT=str(port), **metrics)
 
+    async def restart(self, name: str, number: int = signal.SIGKILL) -> None:
+        """End a frontend and start it again."""
+        self.mesh.kill(name, number)
+        self.start_frontend(name)
+        await self.ready()
+
+    def log(self, name: str) -> str:
+        """The log of a process so far."""
+        return (self.mesh.folder / f"{name}.log").read_text()
+
     async def ready(self) -> None:
         for name in self.started:
-            await eventually(lambda name=name: self._is_ready(name), what=f"{name} is ready")
+            await eventually(partial(self._is_ready, name), what=f"{name} is ready")
 
     def _is_ready(self, name: str) -> bool:
         try:
@@ -72,10 +85,19 @@ class Tenants:
         except OSError:
             return False
 
+    def status_of(self, key: str) -> int:
+        """The status of a request with this key."""
+        return self.call("frontend-0", "/v1/models", method="GET", key=key)[0]
+
     def call(
-        self, frontend: str, path: str, body: dict[str, Any] | None = None, method: str = "POST"
+        self,
+        frontend: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        method: str = "POST",
+        key: str = "one",
     ) -> tuple[int, Any]:
-        headers = {"Authorization": "Bearer one", "Content-Type": "application/json"}
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         data = None if body is None else json.dumps({"model": MODEL, **body}).encode()
         url = f"http://127.0.0.1:{self.started[frontend]}{path}"
         request = urllib.request.Request(url, data, headers, method=method)
@@ -100,7 +122,7 @@ class Tenants:
         infos = await asyncio.gather(*(self.bus.js.stream_info(name) for name in names))
         return {info.config.name or "": info.config.evolve(metadata=None) for info in infos}
 
-    async def whole(self, frontends: Iterable[str] = ()) -> float:
+    async def whole(self) -> float:
         """Wait until everything is as before; the seconds that this took."""
         began = time.monotonic()
         await eventually(self._is_whole, timeout=WHOLE_S, what="the mesh is whole")
@@ -108,13 +130,26 @@ class Tenants:
 
     async def _is_whole(self) -> bool:
         now = await self.configurations()
+        assert now.keys() == self.before.keys(), now.keys() ^ self.before.keys()
         differs = [name for name in self.before if now.get(name) != self.before[name]]
         assert not differs, [(now.get(name), self.before[name]) for name in differs]
+        for name in self.before:  # a damaged one refuses this, or does not answer
+            if not self.before[name].deny_purge:
+                await self.bus.js.purge_stream(name, subject=f"{name}.nothing")
         models = await self.bus.js.stream_info(f"OBJ_{self.bus.subjects.model_bucket}")
         assert models.state.bytes, "the model files are stored"
         secret = await read_bucket(self.bus, self.bus.subjects.secrets_bucket)
         assert secret, "the secret is stored"
         return await asyncio.to_thread(self.serves_alike)
+
+    async def warnings(self, text: str) -> list[str]:
+        """Wait for warnings with a text on the cards of processes."""
+
+        async def found() -> list[str]:
+            cards = await read_cards(self.bus, *Role)
+            return [w for card in cards for w in card.warnings if text in w]
+
+        return await eventually(found, what=f"a card warns: {text}")
 
     def serves_alike(self) -> bool:
         """Each frontend stores what the others read, and finds what the others have cached."""
@@ -137,5 +172,6 @@ class Tenants:
         return True
 
 
-def _key(name: str) -> bytes:
+def key_entry(name: str) -> bytes:
+    """An API key as `kvmesh keys` stores it; the secret is its name."""
     return json.dumps({"name": name, "sha256": sha(name)}).encode()

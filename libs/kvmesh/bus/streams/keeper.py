@@ -34,7 +34,8 @@ from kvmesh.bus.ticks import next_tick
 
 log = logging.getLogger(__name__)
 CHECK_S = 10.0
-LOOK_EVERY = 6  # checks: configurations change rarely
+READERS_PER_LOOK = 16  # of a stream: the more processes there are, the more seldom each looks
+SETTLE_S = 1.0
 PASS_S = 10.0
 SPACING_S = 1.0  # between checks that something missing has caused
 RECENT_S = 0.1
@@ -61,8 +62,8 @@ class _Error(Struct):
 
 
 class _Counts(Struct, frozen=True):
-    messages: int = 0
     last_seq: int = 0
+    consumer_count: int = 0
     last_ts: str = ""
 
     @property
@@ -132,8 +133,10 @@ class StreamKeeper:
         self._losses: dict[str, tuple[float, str]] = {}  # by stream: time and text
         self._absent: dict[str, str] = {}  # texts about streams that cannot be made
         self._may_create = True
+        self._there_since: dict[str, float] = {}  # by stream: the connection that has shown it
         self._looks_due = 0
-        self._look_every = LOOK_EVERY
+        self._readers = 0
+        self._tells = False
         self._making = asyncio.Lock()
         self._made_at = 0.0
         self._wanted = asyncio.Event()
@@ -172,7 +175,7 @@ class StreamKeeper:
 
     async def run(self, warn: Warn, tells: bool) -> None:
         """Check until cancelled; a process that `tells` names what is lost for good."""
-        self._look_every = 1 if tells else LOOK_EVERY
+        self._tells = tells
         self._bus.on_reconnect.append(self._on_reconnect)
         try:
             while True:
@@ -209,18 +212,32 @@ class StreamKeeper:
                 self._failing.add(name)
 
     async def _make(self) -> None:
-        names, absent = await stream_names(self._bus), {}
-        for name, spec in list(self._bus.specs.items()):
-            if name not in names and (spec.create is not None or name in self._seen):
-                self._looks_due = 0
-                if reason := await self._make_one(name, spec):
-                    absent[name] = f"stream {name} is missing: {reason}"
+        missing = await self._missing()
+        if any(self._there_since.get(name) == self._bus.connected_at for name in missing):
+            # deleted just now: a server breaks a stream that is made while it deletes the former
+            await asyncio.sleep(SETTLE_S)
+            missing = await self._missing()
+        absent = {}
+        for name in missing:
+            if reason := await self._make_one(name, self._bus.specs[name]):
+                absent[name] = f"stream {name} is missing: {reason}"
         self._absent, self._made_at = absent, _now()
         self._looks_due -= 1
-        if self._looks_due < 0:
-            self._looks_due = self._look_every - 1
+        if missing or self._looks_due <= 0:
             for name in list(self._bus.specs):
                 await self._look(name)
+            self._looks_due = 1 if self._tells else self._readers // READERS_PER_LOOK
+
+    async def _missing(self) -> list[str]:
+        """The expected streams that the server does not have."""
+        names, connected_at = await stream_names(self._bus), self._bus.connected_at
+        specs = list(self._bus.specs.items())
+        self._there_since.update({name: connected_at for name, _ in specs if name in names})
+        return [
+            name
+            for name, spec in specs
+            if name not in names and (spec.create is not None or name in self._seen)
+        ]
 
     async def _make_one(self, name: str, spec: StreamSpec) -> str:
         """Make a stream as it was, or for the first time; the reason if that fails."""
@@ -260,8 +277,9 @@ class StreamKeeper:
                 log.debug("stream %s not seen: %s", name, info.error.description)
             return
         info.config = info.config.copy()
+        self._readers = max(self._readers, info.state.consumer_count)
         before, self._seen[name] = self._seen.get(name), info
-        if before is None or not before.state.messages:
+        if before is None or not before.state.last_seq:
             return
         if before.created != info.created:
             self._lose(name, "was lost")

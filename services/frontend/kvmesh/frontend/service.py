@@ -108,6 +108,12 @@ class FrontendService:
             settings.stored_answers_bytes,
             settings.stored_answers_ttl_s,
         )
+        self.responses = ResponseStore(
+            service.bus,
+            settings.responses_ttl_s,
+            settings.responses_bytes,
+            settings.responses_tenant_share,
+        )
         names = service.bus.subjects
         lazy = f"KV_{names.keys_bucket}", f"KV_{names.catalog_bucket}"
         remake(service.bus, *lazy, f"OBJ_{names.model_store_bucket}")
@@ -229,19 +235,13 @@ class FrontendService:
         runner = RequestRunner(
             self.dispatcher, self.events, settings.route_timeout_s, self.expectations
         )
-        responses = ResponseStore(
-            self._service.bus,
-            settings.responses_ttl_s,
-            settings.responses_bytes,
-            settings.responses_tenant_share,
-        )
         parts = Dependencies(
             settings,
             self.registry,
             self.preprocessor,
             runner,
             self.stream_supervisor,
-            responses,
+            self.responses,
             self.authenticator,
             self.cache_api.session_hooks,
             self.routes.arrivals,
