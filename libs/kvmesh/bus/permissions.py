@@ -94,7 +94,6 @@ def _router(s: Subjects, name: str) -> Grant:
             *(s.index(ANY), s.index_shard(ANY, ANY), s.index_at(_EACH), s.seq(ANY), s.route(ANY)),
             *(s.returns(_EACH), s.adapters(_EACH)),
             *_lease(s, User.ROUTER, name),
-            f"$KV.{s.router_bucket}.{s.busy_key('')}*",  # thresholds that the server has lost
             *_reads(s.seq_stream, s.route_stream),
             *_reads(_kv(s.router_bucket), _kv(s.instances_bucket)),
         ],

@@ -9,7 +9,7 @@ from nats.js.api import DiscardPolicy, StorageType, StreamConfig
 from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.jetstream import Bucket
 from kvmesh.bus.connection.translation import bus_errors
-from kvmesh.bus.errors import Conflict, NotFound
+from kvmesh.bus.errors import Conflict, NotFound, NotPermitted
 from kvmesh.bus.streams.configuration import ensure_stream, write_once
 from kvmesh.bus.streams.keeper import declare, keeper_of
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
@@ -134,7 +134,9 @@ class KnownEntries:
         self._bucket = bus.bucket(bucket)
         self._values: dict[str, bytes] = {}
         self._active = active
-        keeper_of(bus).restore(what, self._restore)
+        self._what = what
+        self._keeper = keeper_of(bus)
+        self._keeper.restore(what, self._restore)
 
     def note(self, key: str, value: bytes) -> None:
         """The present value of a key; empty if somebody has deleted it."""
@@ -149,5 +151,12 @@ class KnownEntries:
                 await self._bucket.get(key)
             except NotFound:
                 if self._values.get(key) == value:  # nobody has deleted it meanwhile
-                    with suppress(Conflict):
-                        await self._bucket.create(key, value)
+                    await self._create(key, value)
+
+    async def _create(self, key: str, value: bytes) -> None:
+        try:
+            with suppress(Conflict):
+                await self._bucket.create(key, value)
+        except NotPermitted:
+            text = f"NATS has lost {self._what}: they hold in running processes only; set them anew"
+            self._keeper.report(self._what, text)

@@ -156,7 +156,7 @@ class StreamKeeper:
         self._restorers.pop(what, None)
 
     def report(self, about: str, text: str) -> None:
-        """Have a loss among the warnings of a process that tells, for SHOWN_S."""
+        """Have a loss among the warnings of this process, for SHOWN_S."""
         self._losses[about] = _now(), text
 
     async def make_missing(self) -> bool:
@@ -185,7 +185,7 @@ class StreamKeeper:
                 except (BusError, TimeoutError) as error:
                     log.debug("streams not checked: %s", cause(error))
                 warn("missing_stream", self._absent)
-                warn("lost_data", dict(self._told()) if tells else {})
+                warn("lost_data", dict(self._told()))
                 warn("not_stored", dict(self._not_stored()))
                 await asyncio.sleep(SPACING_S)
                 await next_tick(CHECK_S, self._wanted)
@@ -288,7 +288,7 @@ class StreamKeeper:
 
     def _lose(self, name: str, event: str) -> None:
         contents = ONLY_COPIES.get(name.rpartition("-")[2])
-        if contents is not None:
+        if contents is not None and self._tells:
             self.report(name, f"stream {name} {event}: {contents} are gone")
 
     async def _request(self, subject: str, data: bytes = b"") -> _Info:
