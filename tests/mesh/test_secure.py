@@ -1,6 +1,7 @@
 """A mesh under `kvmesh secure`: every role can do its work, and nothing else."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -17,6 +18,7 @@ import pytest
 import pytest_asyncio
 from msgspec import Raw
 from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
+from nats.js.errors import NotFoundError
 from openai import AsyncOpenAI
 from support import forks
 from support.mesh import Mesh
@@ -641,6 +643,8 @@ async def test_responses_are_read_from_a_bucket_that_allows_direct_reads(
         max_msgs_per_subject=1,
     )
     async with server.connected("operator") as operator, server.connected("frontend") as frontend:
+        with contextlib.suppress(NotFoundError):  # frontends of other tests have made it
+            await operator.js.context.delete_stream(f"KV_{bucket}")
         await operator.js.add_stream(older)
         store = ResponseStore(frontend, 60.0, 1 << 20)
         assert await store.put(StoredTurn("resp_a", None, [], [], Raw(b"{}"), ""))

@@ -38,7 +38,7 @@ READERS_PER_LOOK = 16  # of a stream: the more processes there are, the more sel
 SETTLE_S = 1.0
 PASS_S = 10.0
 SPACING_S = 1.0  # between checks that something missing has caused
-RECENT_S = 0.1
+RECENT_S = 1.0
 API_S = 5.0
 SHOWN_S = 600.0  # for which a loss is on the card
 NOT_FOUND, EXISTS = 404, 10058
@@ -164,7 +164,8 @@ class StreamKeeper:
         self._wanted.set()  # the restorers run soon
         asked = _now()
         async with self._making:
-            if self._made_at < asked - RECENT_S:
+            recent = RECENT_S if self._absent else 0.0  # what fails is retried often
+            if self._made_at < asked - recent:
                 try:
                     async with asyncio.timeout(PASS_S):
                         await self._make()
