@@ -16,13 +16,14 @@ from support.wait import PATIENCE_S
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import BusUnavailable, JetStreamError, ServerUnfit
-from kvmesh.bus.storage.buckets import expiring_bucket, keys_bucket, make_write_once_bucket
+from kvmesh.bus.storage.buckets import expiring_bucket, keys_bucket, write_once_bucket
 from kvmesh.bus.streams.configuration import (
     StreamLimits,
     ensure_model_store,
     ensure_streams,
     mesh_streams,
 )
+from kvmesh.bus.streams.keeper import keeper_of
 from kvmesh.bus.streams.reader import Start, StreamReader
 from kvmesh.bus.streams.server_check import check_server
 
@@ -132,8 +133,9 @@ async def test_every_stream_has_a_size_where_the_account_demands_one(server: Nat
         assert await ensure_streams(bus, SMALL) == []
         await ensure_model_store(bus, SMALL)
         await keys_bucket(bus)
-        await expiring_bucket(bus, bus.subjects.pins_bucket, 60.0, 1 << 20)
-        await make_write_once_bucket(bus, bus.subjects.secrets_bucket)
+        expiring_bucket(bus, bus.subjects.pins_bucket, 60.0, 1 << 20)
+        write_once_bucket(bus, bus.subjects.secrets_bucket)
+        assert await keeper_of(bus).make_missing()
         found = await mesh_streams(bus)
         assert len(found) == 16
         assert all((info.config.max_bytes or 0) > 0 for info in found)

@@ -23,6 +23,7 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.errors import APIError
 
 from kvmesh.bus.absence import Absence
+from kvmesh.bus.connection.acks import Acks, stream_of
 from kvmesh.bus.connection.direct_client import DirectClient, LoginRefused
 from kvmesh.bus.connection.first_connection import BROKEN, FirstConnection
 from kvmesh.bus.connection.jetstream import Bucket, JetStream
@@ -35,11 +36,15 @@ from kvmesh.bus.connection.tls import tls_context
 from kvmesh.bus.connection.translation import bus_errors, to_bus_error
 from kvmesh.bus.connection.violations import violation
 from kvmesh.bus.errors import (
+    BusError,
+    BusTimeout,
     BusUnavailable,
+    JetStreamError,
     MalformedReply,
     MessageTooLarge,
     RequestTimeout,
     cause,
+    is_missing_stream,
 )
 from kvmesh.bus.faults import BusFaults
 from kvmesh.bus.log_once import LogOnce
@@ -76,6 +81,13 @@ class RawMessage(Protocol):
     def reply(self) -> str: ...
     @property
     def headers(self) -> dict[str, str] | None: ...
+
+
+class Keeper(Protocol):
+    """Makes streams that are missing."""
+
+    async def make_missing(self) -> bool:
+        """True if the streams are as they should be now; never raises BusError."""
 
 
 class Subscription:
@@ -120,7 +132,11 @@ class Bus:
         self.options = options
         self.subjects = Subjects(options.namespace)
         self.js = JetStream(client, options.api_prefix, options.bucket_bytes)
-        self.buckets: dict[str, Bucket] = {}
+        self._buckets: dict[str, Bucket] = {}
+        self.acks = Acks()
+        self.specs: dict[str, Any] = {}  # by name: the `StreamSpec`s that this process keeps
+        self.keeper: Keeper | None = None
+        self.late = False  # the server was not there yet at the first attempt to connect
         self.connected_at = asyncio.get_running_loop().time()
         self.was_connected = False
         self.patient = patient
@@ -157,6 +173,7 @@ class Bus:
             raise BusUnavailable(options.url, error) from error
         try:
             await first.result(attempt, timeout)
+            bus.late = first.retried
         except (TimeoutError, OSError, ValueError, NatsError) as error:
             client.abandon()
             raise BusUnavailable(options.url, first.reason(error, login)) from error
@@ -212,6 +229,13 @@ class Bus:
         """A record of refusals, for a caller that sends a message again by itself."""
         return Absence(self.client.is_clustered)
 
+    def bucket(self, name: str) -> Bucket:
+        """A bucket, which need not exist yet: what it stores makes missing streams first."""
+        found = self._buckets.get(name)
+        if found is None:
+            found = self._buckets[name] = Bucket(name, self.js.context, self._storing)
+        return found
+
     def new_inbox(self) -> str:
         """An unguessable subject for replies."""
         return self.client.new_inbox()
@@ -236,6 +260,40 @@ class Bus:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """Publish encoded `data` into a stream; return once the server has stored it."""
+        stream = stream_of(subject)
+        await self._storing(stream, lambda: self._store(subject, data, timeout, headers))
+
+    async def _storing(self, stream: str, operation: Callable[[], Awaitable[T]]) -> T:
+        return await self.using(lambda: self._acknowledged(stream, operation))
+
+    async def using(self, operation: Callable[[], Awaitable[T]]) -> T:
+        """Run an operation on a stream; once more if that was missing and was made again."""
+        try:
+            return await operation()
+        except BusError as error:
+            if self.keeper is None or not is_missing_stream(error):
+                raise
+            if not await self.keeper.make_missing():
+                raise
+        return await operation()
+
+    async def _acknowledged(self, stream: str, operation: Callable[[], Awaitable[T]]) -> T:
+        sent = asyncio.get_running_loop().time()
+        try:
+            result = await operation()
+        except BusTimeout:
+            if self.connected_at <= sent and self.connected:
+                self.acks.missed(stream, sent)
+            raise
+        except JetStreamError:
+            self.acks.arrived(stream)
+            raise
+        self.acks.arrived(stream)
+        return result
+
+    async def _store(
+        self, subject: str, data: bytes, timeout: float, headers: Mapping[str, str] | None
+    ) -> None:
         subject = self.js.stored_through(subject)
         extra = dict(headers) if headers is not None else None
         with bus_errors(subject, len(data)):
@@ -485,6 +543,7 @@ async def _connect(
         last_error = broken_by = ""
         client.on_connected()
         bus.connected_at = asyncio.get_running_loop().time()
+        bus.acks.reset()
         bus.counts.reconnects += 1
         bus.refusals.try_soon()
         log.info("reconnected to %s", client.server)

@@ -11,6 +11,9 @@ def cause(error: BaseException) -> str:
 URL_SETTING = "set its URL with --nats or KVMESH_NATS_URL"
 
 
+STREAM_NOT_FOUND = 10059  # JetStream's error code
+
+
 class BusError(Exception):
     """Base of every error of this package."""
 
@@ -117,6 +120,15 @@ class Conflict(JetStreamError):
 
 class StorageFull(JetStreamError):
     """A stream has as many bytes as it may."""
+
+
+def is_missing_stream(error: BaseException) -> bool:
+    """True if an error may mean that a stream or bucket is gone: nobody stores, or lists it."""
+    if isinstance(error, JetStreamUnavailable):
+        return error.code == 503 and error.err_code is None
+    if isinstance(error, JetStreamError):
+        return error.err_code == STREAM_NOT_FOUND
+    return isinstance(error, NoResponder)
 
 
 class ObjectUnreadable(BusError):

@@ -31,6 +31,7 @@ from kvmesh.bus.errors import (
 from kvmesh.bus.metrics import BusCollector
 from kvmesh.bus.permissions import User, permissions
 from kvmesh.bus.streams.configuration import StreamLimits
+from kvmesh.bus.streams.keeper import keeper_of
 from kvmesh.bus.streams.preparation import prepare_streams, why_not_ready
 from kvmesh.bus.subjects import api_of
 from kvmesh.runtime import logs, memory
@@ -75,7 +76,7 @@ class Service:
         self.failed = False
         self.warnings = Warnings()
         bus.faults.observe(self.warnings.update)
-        bus.on_lost.append(self._fail)
+        bus.on_lost.append(self.stop_failed)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
@@ -90,9 +91,10 @@ class Service:
         if task.cancelled() or task.exception() is None:
             return
         log.error("task %s failed; stopping", task.get_name(), exc_info=task.exception())
-        self._fail()
+        self.stop_failed()
 
-    def _fail(self) -> None:
+    def stop_failed(self) -> None:
+        """Stop with status 1, so that a supervisor starts the process again."""
         self.failed = True
         self.stopping.set()
 
@@ -173,6 +175,8 @@ async def _run(
     try:
         tracing = await _open_tracing(role, service)
         await _prepare(service)
+        keeper = keeper_of(bus)
+        service.spawn(keeper.run(service.warnings.update, role == "frontend"), "streams")
         if not service.stopping.is_set():
             await main(service)
     finally:

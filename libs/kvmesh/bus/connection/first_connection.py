@@ -32,6 +32,11 @@ class FirstConnection:
         self._refusal: LoginRefused | None = None
         self._over = False
 
+    @property
+    def retried(self) -> bool:
+        """True if an attempt has failed."""
+        return self._last is not None
+
     def failed(self, error: Exception) -> bool:
         """Record a failed attempt; returns whether it ends the retries."""
         if self._over:

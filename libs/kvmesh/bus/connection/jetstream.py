@@ -3,13 +3,12 @@
 Thin wrappers of nats-py's classes that raise only BusError.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from nats.aio.client import Client
 from nats.js.api import (
     ConsumerInfo,
-    KeyValueConfig,
     ObjectMeta,
     ObjectMetaOptions,
     PubAck,
@@ -29,6 +28,9 @@ from kvmesh.bus.subjects import API, through
 
 __all__ = ["Bucket", "Entry", "JetStream", "ObjectStore", "StreamInfo"]
 Entry = KeyValue.Entry
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
 API_S = 10.0
 MEMORY_BYTES = 64 << 20  # the size of a bucket in memory, if the account demands one
 
@@ -63,15 +65,40 @@ class _Context(JetStreamContext):
         )
 
 
-class Bucket:
-    """A key-value bucket. `update` and `create` raise Conflict, `get` raises NotFound."""
+class Storing(Protocol):
+    """Runs an operation that stores something in a stream."""
 
-    def __init__(self, bucket: KeyValue) -> None:
+    async def __call__(self, stream: str, operation: Callable[[], Awaitable[T]], /) -> T: ...
+
+
+async def _at_once(_: str, operation: Callable[[], Awaitable[T]], /) -> T:
+    return await operation()
+
+
+class Bucket:
+    """A key-value bucket. `update` and `create` raise Conflict, `get` raises NotFound.
+
+    It is named, not opened, and so serves also the bucket that is made in place of a lost one.
+    `get` asks the stream's leader: direct reads are not permitted to users of the server.
+    """
+
+    def __init__(self, name: str, js: JetStreamContext, storing: Storing = _at_once) -> None:
+        stream = f"KV_{name}"
+        bucket = KeyValue(name, stream, f"$KV.{name}.", js, direct=False)
+
+        def stores(call: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
+            translated = raising_bus_errors(call)
+
+            async def stored(*args: P.args, **kwargs: P.kwargs) -> R:
+                return await storing(stream, lambda: translated(*args, **kwargs))
+
+            return stored
+
         self.get = raising_bus_errors(bucket.get)
-        self.put = raising_bus_errors(bucket.put)
-        self.create = raising_bus_errors(bucket.create)
-        self.update = raising_bus_errors(bucket.update)
-        self.delete = raising_bus_errors(bucket.delete)
+        self.put = stores(bucket.put)
+        self.create = stores(bucket.create)
+        self.update = stores(bucket.update)
+        self.delete = stores(bucket.delete)
         self.keys = raising_bus_errors(bucket.keys)
         self.status = raising_bus_errors(bucket.status)
 
@@ -114,6 +141,7 @@ class JetStream:
         self.get_msg = raising_bus_errors(context.get_msg)
         self.add_consumer = raising_bus_errors(context.add_consumer)
         self.delete_consumer = raising_bus_errors(context.delete_consumer)
+        self.create_key_value = raising_bus_errors(context.create_key_value)
         self.create_object_store = raising_bus_errors(context.create_object_store)
         self.delete_object_store = raising_bus_errors(context.delete_object_store)
 
@@ -145,12 +173,8 @@ class JetStream:
     async def key_value(self, bucket: str) -> Bucket:
         """An existing bucket; raises NotFound."""
         with bus_errors():
-            return Bucket(await self.context.key_value(bucket))
-
-    async def create_key_value(self, config: KeyValueConfig) -> Bucket:
-        """The bucket, created if missing."""
-        with bus_errors():
-            return Bucket(await self.context.create_key_value(config))
+            await self.context.key_value(bucket)
+        return Bucket(bucket, self.context)
 
     async def object_store(self, bucket: str) -> ObjectStore:
         """An existing object store; raises NotFound."""

@@ -17,6 +17,7 @@ from kvmesh.bus.connection.api_errors import (
 )
 from kvmesh.bus.connection.direct_client import PayloadTooLarge, PermissionDenied
 from kvmesh.bus.errors import (
+    STREAM_NOT_FOUND,
     BusError,
     BusTimeout,
     Conflict,
@@ -92,6 +93,8 @@ def _jetstream_error(error: js.APIError) -> JetStreamError:
         return JetStreamUnavailable(text, 500, err_code)
     if isinstance(error, js.ServiceUnavailableError):
         return JetStreamUnavailable(text if code else ABSENT, 503, err_code)
+    if isinstance(error, js.BucketNotFoundError):
+        return NotFound(text, 404, STREAM_NOT_FOUND)
     if isinstance(error, js.NotFoundError):
         return NotFound(text, 404, err_code)
     if isinstance(error, js.KeyWrongLastSequenceError):

@@ -15,11 +15,11 @@ from math import inf
 import msgspec
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.connection.jetstream import Bucket
-from kvmesh.bus.errors import BusError, Conflict, JetStreamUnavailable, NotFound, cause
+from kvmesh.bus.errors import BusError, Conflict, NotFound, cause
 from kvmesh.bus.faults import REFUSED
 from kvmesh.bus.messages import Instance, encode
-from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, expect_streams
+from kvmesh.bus.streams.keeper import keeper_of
 
 log = logging.getLogger(__name__)
 STATE, REFUSED_STATE = "state", "refused"  # a label of the card, and its value
@@ -39,12 +39,13 @@ class LeaseDuration:
         self.bucket_created: object = None
         self.seconds = limits.lease_s
 
-    async def refresh(self) -> None:
-        """Read the TTL again after a reconnect, maybe to another server; raises BusError."""
-        if self._read_at > self._bus.connected_at:
+    async def refresh(self, anew: bool = False) -> None:
+        """Read the TTL, `anew` or after a reconnect, maybe to another server; raises BusError."""
+        if self._read_at > self._bus.connected_at and not anew:
             return
         read_at = asyncio.get_running_loop().time()
-        status = await (await _bucket(self._bus)).status()
+        bucket = self._bus.bucket(self._bus.subjects.instances_bucket)
+        status = await self._bus.using(bucket.status)
         self.seconds = status.ttl or self._configured
         self.bucket_created = status.stream_info.created
         self._read_at = read_at
@@ -71,7 +72,8 @@ class Lease:
         rejoins: bool = False,
     ) -> None:
         self._bus = bus
-        self._limits = limits
+        expect_streams(bus, limits)
+        self._keeper = keeper_of(bus)
         self._duration = LeaseDuration(bus, limits)
         self._lapsed = lapsed
         self._rejoins = rejoins
@@ -83,6 +85,7 @@ class Lease:
         self._closed = False
         self._due_now = asyncio.Event()
         self._in_vain_since: float | None = None
+        self._restorer = f"the lease of {card.instance}"
         self.card = card
 
     @property
@@ -99,6 +102,7 @@ class Lease:
         await self._start_anew()
         self._bus.faults.observe(self._on_faults)
         self._bus.on_reconnect.append(self._due_now.set)
+        self._keeper.restore(self._restorer, self._restore)
         self._task = asyncio.create_task(self._renew_until_closed(), name="lease")
 
     def _on_faults(self, kind: str, _: Mapping[str, str]) -> None:
@@ -129,6 +133,7 @@ class Lease:
     async def close(self) -> None:
         """Delete the card, so that watchers see the process leave now, not after the TTL."""
         self._closed = True
+        self._keeper.forget(self._restorer)
         task, self._task = self._task, None
         if task is None:
             return
@@ -149,12 +154,17 @@ class Lease:
         if await self._store() and self._rejoins:
             await self._start_anew()
 
+    async def _restore(self) -> None:
+        """Renew after a reconnect: the bucket is in the server's memory, which a restart loses."""
+        if self._renewed_at < self._bus.connected_at:
+            await self._renew()
+
     async def _store(self) -> bool:
         """Store the card; True if the lease had ended."""
         async with self._renewing:
             begun = asyncio.get_running_loop().time()
             ended = False
-            bucket = await _bucket(self._bus)
+            bucket = self._bus.bucket(self._bus.subjects.instances_bucket)
             key = self._bus.subjects.lease_key(self.card.role, self.card.instance)
             try:
                 data = encode(self._shown())
@@ -163,11 +173,7 @@ class Lease:
                     self._renewed_at = begun
                     return False
             except Conflict:
-                if (
-                    not await _exists(bucket, key)
-                    and self._bucket_created == self._duration.bucket_created
-                    and not self._was_unrenewable()
-                ):
+                if await self._has_ended(key) and not self._was_unrenewable():
                     log.warning("the lease had ended: other processes considered this one dead")
                     ended = True
                     self._lapsed()
@@ -204,6 +210,18 @@ class Lease:
             and since - self._renewed_at < self._duration.seconds
         )
 
+    async def _has_ended(self, key: str) -> bool:
+        """False if the lease is there, or was lost with its bucket or by a purge of that."""
+        bucket, held = self._bus.subjects.instances_bucket, self.held
+        await self._duration.refresh(anew=True)
+        if self._bucket_created != self._duration.bucket_created:
+            return False
+        try:
+            found = await self._bus.js.get_msg(f"KV_{bucket}", subject=f"$KV.{bucket}.{key}")
+        except NotFound:
+            return not held  # else the server has not expired it, and a deletion leaves a marker
+        return not found.data
+
     async def _renew_until_closed(self) -> None:
         loop, failing = asyncio.get_running_loop(), False
         while True:
@@ -219,8 +237,6 @@ class Lease:
                     log.warning("cannot renew the lease, retrying: %s", cause(error))
                 failing = True
                 self._note_failure(loop.time(), slept_at)
-                if isinstance(error, NotFound | JetStreamUnavailable):
-                    await self._restore_buckets()
 
     async def _due(self, wait_s: float) -> None:
         """Return after `wait_s` seconds, or at once for a reconnect or a fault on the card."""
@@ -237,33 +253,8 @@ class Lease:
         elif since is None:
             self._in_vain_since = now
 
-    async def _restore_buckets(self) -> None:
-        """Recreate the bucket: it is in the server's memory, which a restart loses."""
-        if not self._bus.connected:
-            return
-        try:
-            async with asyncio.timeout(self._duration.seconds / 4):
-                await ensure_streams(self._bus, self._limits)
-        except (BusError, TimeoutError) as error:
-            log.debug("streams not restored yet: %s", cause(error))
-
 
 async def delete_lease(bus: Bus, card: Instance) -> None:
     """Delete a lease: this process's own on exit, or that of a process found dead."""
-    bucket = await _bucket(bus)
-    await bucket.delete(bus.subjects.lease_key(card.role, card.instance))
-
-
-async def _bucket(bus: Bus) -> Bucket:
-    bucket = bus.buckets.get(bus.subjects.instances_bucket)
-    if bucket is None:
-        bucket = await bus.js.key_value(bus.subjects.instances_bucket)
-        bus.buckets[bus.subjects.instances_bucket] = bucket
-    return bucket
-
-
-async def _exists(bucket: Bucket, key: str) -> bool:
-    try:
-        return bool((await bucket.get(key)).value)
-    except NotFound:
-        return False
+    key = bus.subjects.lease_key(card.role, card.instance)
+    await bus.bucket(bus.subjects.instances_bucket).delete(key)

@@ -1,18 +1,19 @@
-"""Key-value buckets: reading a whole bucket, and creating the buckets of the frontends."""
+"""Key-value buckets: reading a whole bucket, and declaring the buckets of the frontends."""
 
 from collections.abc import Callable
 from contextlib import suppress
 
-from nats.js.api import DiscardPolicy, KeyValueConfig, StorageType, StreamConfig
-from nats.js.kv import KeyValue
+from nats.js.api import DiscardPolicy, StorageType, StreamConfig
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.jetstream import Bucket
-from kvmesh.bus.errors import Conflict
-from kvmesh.bus.streams.configuration import write_once
+from kvmesh.bus.errors import Conflict, NotFound, NotPermitted
+from kvmesh.bus.streams.configuration import ensure_stream, write_once
+from kvmesh.bus.streams.keeper import declare, keeper_of
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 
 TIMEOUT_S = 10.0
+NATS_WINDOW_S = 120.0
 OPERATION = "KV-Operation"  # header of a message that deletes a key
 SIZE = "Nats-Msg-Size"
 
@@ -74,50 +75,84 @@ async def _read(
 
 
 async def keys_bucket(bus: Bus) -> Bucket:
-    """The bucket of API keys, created if missing."""
-    config = KeyValueConfig(bucket=bus.subjects.keys_bucket, replicas=bus.options.replicas)
-    return await bus.js.create_key_value(config)
+    """The bucket of API keys, created if missing; raises BusError."""
+    name = bus.subjects.keys_bucket
+    bucket = expiring_bucket(bus, name, ttl_s=0.0, max_bytes=-1)
+    await ensure_stream(bus, bus.specs[f"KV_{name}"])
+    return bucket
 
 
-async def evicting_bucket(bus: Bus, bucket: str, ttl_s: float, max_bytes: int) -> Bucket:
-    """A bucket, created if missing, that drops its oldest values when it is full.
+def expiring_bucket(bus: Bus, bucket: str, ttl_s: float, max_bytes: int) -> Bucket:
+    """A bucket on disk, made whenever it is missing, that refuses new values when it is full."""
+    # as nats-py makes it, with which earlier releases make it: another configuration is refused
+    config = _on_disk(bus, bucket, DiscardPolicy.NEW, ttl_s, max_bytes)
+    window = min(ttl_s, NATS_WINDOW_S) if ttl_s else NATS_WINDOW_S
+    declare(bus, config.evolve(allow_msg_ttl=True, duplicate_window=window))
+    return bus.bucket(bucket)
 
-    nats-py creates only buckets that refuse new values then.
-    """
-    name, prefix = f"KV_{bucket}", f"$KV.{bucket}."
-    stream = StreamConfig(
-        name=name,
-        subjects=[f"{prefix}>"],
+
+def evicting_bucket(bus: Bus, bucket: str, ttl_s: float, max_bytes: int) -> Bucket:
+    """As `expiring_bucket`, but it drops its oldest values when it is full."""
+    declare(bus, _on_disk(bus, bucket, DiscardPolicy.OLD, ttl_s, max_bytes))
+    return bus.bucket(bucket)
+
+
+def _on_disk(
+    bus: Bus, bucket: str, discard: DiscardPolicy, ttl_s: float, max_bytes: int
+) -> StreamConfig:
+    return StreamConfig(
+        name=f"KV_{bucket}",
+        subjects=[f"$KV.{bucket}.>"],
         allow_rollup_hdrs=True,
         deny_delete=True,
-        discard=DiscardPolicy.OLD,
+        discard=discard,
         max_age=ttl_s,
         max_bytes=max_bytes,
         max_msgs_per_subject=1,
         num_replicas=bus.options.replicas,
         storage=StorageType.FILE,
     )
-    with suppress(Conflict):
-        await bus.js.add_stream(stream)
-    # an older release's bucket allows direct reads, which the server's users are not permitted
-    return Bucket(KeyValue(bucket, name, prefix, bus.js.context, direct=False))
 
 
-async def expiring_bucket(bus: Bus, bucket: str, ttl_s: float, max_bytes: int) -> Bucket:
-    """A bucket on disk, created if missing, that refuses new values when it is full."""
-    return await bus.js.create_key_value(
-        KeyValueConfig(
-            bucket=bucket,
-            ttl=ttl_s,
-            max_bytes=max_bytes,
-            storage=StorageType.FILE,
-            replicas=bus.options.replicas,
-        )
-    )
+def write_once_bucket(bus: Bus, bucket: str) -> Bucket:
+    """A bucket, made whenever it is missing, whose entries cannot be replaced or deleted."""
+    declare(bus, write_once(bucket, bus.options.replicas))
+    return bus.bucket(bucket)
 
 
-async def make_write_once_bucket(bus: Bus, bucket: str) -> None:
-    """Create, if missing, a bucket whose entries cannot be replaced or deleted."""
-    stream = write_once(bucket, bus.options.replicas)
-    with suppress(Conflict):
-        await bus.js.add_stream(stream)
+class KnownEntries:
+    """Entries of a bucket that this process knows, and stores again when they are missing.
+
+    It does so only while `active`: of several processes that know them, one is enough.
+    """
+
+    def __init__(self, bus: Bus, bucket: str, what: str, active: Callable[[], bool]) -> None:
+        self._bucket = bus.bucket(bucket)
+        self._values: dict[str, bytes] = {}
+        self._active = active
+        self._what = what
+        self._keeper = keeper_of(bus)
+        self._keeper.restore(what, self._restore)
+
+    def note(self, key: str, value: bytes) -> None:
+        """The present value of a key; empty if somebody has deleted it."""
+        if value:
+            self._values[key] = value
+        else:
+            self._values.pop(key, None)
+
+    async def _restore(self) -> None:
+        for key, value in list(self._values.items()) if self._active() else ():
+            try:
+                await self._bucket.get(key)
+            except NotFound:
+                if self._values.get(key) == value:  # nobody has deleted it meanwhile
+                    await self._create(key, value)
+
+    async def _create(self, key: str, value: bytes) -> None:
+        try:
+            with suppress(Conflict):
+                await self._bucket.create(key, value)
+        except NotPermitted:
+            text = f"NATS has lost {self._what}: they hold in running processes only; set them anew"
+            self._keeper.report(self._what, text)

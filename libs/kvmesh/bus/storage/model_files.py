@@ -7,6 +7,7 @@ files (never weights), named by the SHA-256 of its content, so that publishing i
 import asyncio
 import hashlib
 import io
+import logging
 import tarfile
 from pathlib import Path
 
@@ -14,8 +15,11 @@ import zstandard
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, ModelFilesError, NotFound
+from kvmesh.bus.storage.object_bucket import ObjectBucket
 from kvmesh.bus.storage.tokenizer_file import TOKENIZER, tokenizer_json
+from kvmesh.bus.streams.keeper import keeper_of
 
+log = logging.getLogger(__name__)
 FILES = (
     "config.json",
     "generation_config.json",
@@ -76,6 +80,29 @@ async def publish_model(bus: Bus, folder: Path) -> str:
     except NotFound:
         await store.put(digest, archive)
     return digest
+
+
+def keep_model(bus: Bus, folder: Path, digest: str) -> None:
+    """Publish the files of `folder`, whose digest a card names, again whenever they are missing."""
+
+    async def restore() -> None:
+        if await _is_stored(bus, digest):
+            return
+        published = await publish_model(bus, folder)
+        if published != digest:
+            log.warning("%s has changed: the model files %s are lost", folder, digest)
+        else:
+            log.info("published the lost files of the model in %s again", folder)
+
+    keeper_of(bus).restore("the files of the model", restore)
+
+
+async def _is_stored(bus: Bus, digest: str) -> bool:
+    try:
+        await ObjectBucket(bus, bus.subjects.model_bucket).find(digest)
+    except NotFound:
+        return False
+    return True
 
 
 async def fetch_model(bus: Bus, digest: str) -> dict[str, bytes]:

@@ -70,12 +70,15 @@ class Difference(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _StreamSpec:
-    """A stream as this process would create it: its limits, each with the name of its setting."""
+class StreamSpec:
+    """A stream as this process would create it: its limits, each with the name of its setting.
+
+    One without `create` is made anew if it is lost, but not for the first time.
+    """
 
     name: str
     limits: dict[str, tuple[float, str]]
-    create: Callable[[], Awaitable[object]]
+    create: Callable[[], Awaitable[object]] | None
 
     def differences(self, has: StreamConfig) -> list[Difference]:
         return [
@@ -88,13 +91,20 @@ class _StreamSpec:
 async def ensure_streams(bus: Bus, limits: StreamLimits | None = None) -> list[Difference]:
     """Create missing streams and buckets; safe to call from every process.
 
-    Returns the differences of existing ones from `limits`. Raises ServerUnfit if the server lacks
-    space.
+    From then on they are among `bus.specs`, as are the buckets that parts of the process have
+    declared before. Returns the differences of existing ones from `limits`. Raises ServerUnfit if
+    the server lacks space.
     """
-    specs = _specs(bus, limits or StreamLimits())
-    present = await asyncio.gather(*(_ensure(bus, wanted) for wanted in specs))
+    expect_streams(bus, limits or StreamLimits())
+    specs = [each for each in bus.specs.values() if each.create is not None]
+    present = await asyncio.gather(*(ensure_stream(bus, wanted) for wanted in specs))
     found = (wanted.differences(has) for wanted, has in zip(specs, present, strict=True))
     return [difference for each in found for difference in each]
+
+
+def expect_streams(bus: Bus, limits: StreamLimits) -> None:
+    """Have the streams and buckets that every process needs among `bus.specs`."""
+    bus.specs.update({wanted.name: wanted for wanted in _specs(bus, limits)})
 
 
 async def differences(bus: Bus, limits: StreamLimits) -> list[Difference]:
@@ -103,7 +113,7 @@ async def differences(bus: Bus, limits: StreamLimits) -> list[Difference]:
     found: list[Difference] = []
     for info in await mesh_streams(bus):
         name = info.config.name or ""
-        each = wanted.get(name) or _StreamSpec(name, _replicas(bus), _nothing)
+        each = wanted.get(name) or StreamSpec(name, replica_limit(bus), None)
         found += each.differences(info.config)
     return found
 
@@ -125,7 +135,8 @@ async def mesh_streams(bus: Bus) -> list[StreamInfo]:
     return sorted(infos, key=lambda info: info.config.name or "")
 
 
-async def _ensure(bus: Bus, wanted: _StreamSpec) -> StreamConfig:
+async def ensure_stream(bus: Bus, wanted: StreamSpec) -> StreamConfig:
+    """The configuration of a stream, created if missing; raises as `ensure_streams` does."""
     try:
         return (await bus.js.stream_info(wanted.name)).config
     except NotFound:
@@ -133,7 +144,8 @@ async def _ensure(bus: Bus, wanted: _StreamSpec) -> StreamConfig:
     size, _ = wanted.limits.get("max_bytes", (0, ""))
     try:
         async with explained_refusal(bus, wanted.name, size):
-            await wanted.create()
+            if wanted.create is not None:
+                await wanted.create()
     except NotPermitted:
         raise StreamMissing(
             f"stream {wanted.name} is missing, and only frontends and operators may create it"
@@ -143,15 +155,15 @@ async def _ensure(bus: Bus, wanted: _StreamSpec) -> StreamConfig:
     return (await bus.js.stream_info(wanted.name)).config
 
 
-def _specs(bus: Bus, limits: StreamLimits) -> list[_StreamSpec]:
+def _specs(bus: Bus, limits: StreamLimits) -> list[StreamSpec]:
     return [*_streams(bus, limits), _instances(bus, limits), *_buckets(bus)]
 
 
-def _replicas(bus: Bus) -> dict[str, tuple[float, str]]:
+def replica_limit(bus: Bus) -> dict[str, tuple[float, str]]:
     return {"num_replicas": (bus.options.replicas, "nats.replicas")}
 
 
-def _streams(bus: Bus, limits: StreamLimits) -> list[_StreamSpec]:
+def _streams(bus: Bus, limits: StreamLimits) -> list[StreamSpec]:
     names, file = bus.subjects, StorageType.FILE
     kinds = [
         ("kv", names.kv_stream, names.kv_all, limits.kv_bytes, limits.kv_age_s, file),
@@ -179,7 +191,7 @@ def _streams(bus: Bus, limits: StreamLimits) -> list[_StreamSpec]:
 
 def _stream(
     bus: Bus, kind: str, name: str, subject: str, size: int, age: float, storage: StorageType
-) -> _StreamSpec:
+) -> StreamSpec:
     config = StreamConfig(
         name=name,
         subjects=[subject],
@@ -196,10 +208,10 @@ def _stream(
         "max_bytes": (size, f"streams.{kind}_bytes"),
         "max_age": (age, f"streams.{kind}_age_s"),
     }
-    return _StreamSpec(name, {**limits, **_replicas(bus)}, lambda: bus.js.add_stream(config))
+    return StreamSpec(name, {**limits, **replica_limit(bus)}, lambda: bus.js.add_stream(config))
 
 
-def _instances(bus: Bus, limits: StreamLimits) -> _StreamSpec:
+def _instances(bus: Bus, limits: StreamLimits) -> StreamSpec:
     """The bucket of cards; nats-py's own creation of buckets does not set `max_consumers`."""
     bucket = bus.subjects.instances_bucket
     config = StreamConfig(
@@ -228,25 +240,25 @@ def _instances(bus: Bus, limits: StreamLimits) -> _StreamSpec:
             await bus.js.add_stream(replace(config, max_consumers=-1))  # the account permits fewer
 
     # its TTL is not among the limits: processes read it from the bucket when they connect
-    return _StreamSpec(f"KV_{bucket}", _replicas(bus), create)
+    return StreamSpec(f"KV_{bucket}", replica_limit(bus), create)
 
 
-def _buckets(bus: Bus) -> list[_StreamSpec]:
+def _buckets(bus: Bus) -> list[StreamSpec]:
     names, replicas, js = bus.subjects, bus.options.replicas, bus.js
 
-    def values(name: str) -> _StreamSpec:
+    def values(name: str) -> StreamSpec:
         config = KeyValueConfig(bucket=name, replicas=replicas)
-        return _StreamSpec(f"KV_{name}", _replicas(bus), lambda: js.create_key_value(config))
+        return StreamSpec(f"KV_{name}", replica_limit(bus), lambda: js.create_key_value(config))
 
-    def objects(name: str) -> _StreamSpec:
+    def objects(name: str) -> StreamSpec:
         config = ObjectStoreConfig(bucket=name, replicas=replicas)
-        return _StreamSpec(
-            f"OBJ_{name}", _replicas(bus), lambda: js.create_object_store(name, config=config)
+        return StreamSpec(
+            f"OBJ_{name}", replica_limit(bus), lambda: js.create_object_store(name, config=config)
         )
 
     once = write_once(names.weights_bucket, replicas)
     return [
-        _StreamSpec(once.name or "", _replicas(bus), lambda: js.add_stream(once)),
+        StreamSpec(once.name or "", replica_limit(bus), lambda: js.add_stream(once)),
         values(names.router_bucket),
         values(names.kvbm_bucket),
         values(names.plan_bucket),
@@ -255,7 +267,7 @@ def _buckets(bus: Bus) -> list[_StreamSpec]:
     ]
 
 
-def _model_store(bus: Bus, limits: StreamLimits) -> _StreamSpec:
+def _model_store(bus: Bus, limits: StreamLimits) -> StreamSpec:
     bucket = bus.subjects.model_store_bucket
     config = StreamConfig(
         name=f"OBJ_{bucket}",
@@ -269,8 +281,8 @@ def _model_store(bus: Bus, limits: StreamLimits) -> _StreamSpec:
         duplicate_window=UNUSED_WINDOW_S,
     )
     bound = {"max_bytes": (limits.models_bytes, "streams.models_bytes")}
-    return _StreamSpec(
-        config.name or "", {**bound, **_replicas(bus)}, lambda: bus.js.add_stream(config)
+    return StreamSpec(
+        config.name or "", {**bound, **replica_limit(bus)}, lambda: bus.js.add_stream(config)
     )
 
 
@@ -279,13 +291,8 @@ async def ensure_model_store(bus: Bus, limits: StreamLimits) -> None:
 
     A server sets the store's whole size aside, so no process creates it before it is used.
     """
-    await _ensure(bus, _model_store(bus, limits))
-    await catalog_bucket(bus)
-
-
-async def catalog_bucket(bus: Bus) -> None:
-    """Create the catalog of the model store if missing; raises BusError."""
     catalog = KeyValueConfig(bucket=bus.subjects.catalog_bucket, replicas=bus.options.replicas)
+    await ensure_stream(bus, _model_store(bus, limits))
     await bus.js.create_key_value(catalog)
 
 
@@ -302,10 +309,6 @@ def write_once(bucket: str, replicas: int) -> StreamConfig:
         num_replicas=replicas,
         storage=StorageType.FILE,
     )
-
-
-async def _nothing() -> None:
-    """Creation of a stream that another package creates."""
 
 
 async def purge_states(bus: Bus) -> None:

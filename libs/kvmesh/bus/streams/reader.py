@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from math import inf
 from time import monotonic
 from typing import NamedTuple
@@ -224,7 +225,7 @@ class StreamReader:
 
     async def _attach(self) -> None:
         self._attaching = True
-        info = await self._bus.js.stream_info(self.stream)
+        info = await self._bus.using(partial(self._bus.js.stream_info, self.stream))
         await self._check(info)
         for _ in range(ATTEMPTS):
             await self._create_consumer()
@@ -408,6 +409,8 @@ class StreamReader:
                 if not self._failing:
                     log.warning("cannot read %s, retrying: %s", self.stream, cause(error))
                 self._failing = True
+                if isinstance(error, NotFound):  # no load of the server, and soon there again
+                    self._backoff.reset()
                 self._stale.set()
 
     async def _wait(self) -> None:

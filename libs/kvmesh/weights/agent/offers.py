@@ -14,6 +14,7 @@ from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import MessageDecoder, WeightOffer, WeightQuery
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.transfer import Grant, LentBytes, LentFile, TransferError, Transport
+from kvmesh.weights.agent.manifests import ManifestStore
 from kvmesh.weights.manifest import Manifest
 from kvmesh.weights.stored_copy import HELD, StoredCopy
 
@@ -82,6 +83,7 @@ class Offers:
         self._instance = instance
         self._node = node
         self._offered: dict[str, _Offered] = {}
+        self.manifests = ManifestStore(bus)
         self._tasks = BackgroundTasks()
         self._renewing = False
 
@@ -108,6 +110,7 @@ class Offers:
         """End the offer of a copy; what others read of it ends at once."""
         offered = self._offered.pop(digest, None)
         if offered is not None:
+            self.manifests.release(digest)
             await _end(offered)
 
     async def nixl_runs(self) -> None:
@@ -146,6 +149,7 @@ class Offers:
             await _end(offered)
             raise
         before, self._offered[digest] = self._offered.get(digest), offered
+        self.manifests.keep(manifest)
         if self._transport.direct:
             self._tasks.start(self._show(offered), "show weights to NIXL")
         if not self._renewing:

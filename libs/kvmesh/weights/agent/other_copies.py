@@ -14,7 +14,6 @@ from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.settings.schema import WeightsSettings
 from kvmesh.transfer import Transport
 from kvmesh.weights.agent.fetching import WeightFetch
-from kvmesh.weights.agent.manifests import ManifestStore
 from kvmesh.weights.agent.offers import Offers
 from kvmesh.weights.agent.search import SourceSearch
 from kvmesh.weights.errors import WeightsError, WeightsLost
@@ -45,7 +44,7 @@ class OtherCopies:
         self._offers = offers
         self._send = send
         self._transport = transport
-        self._manifests = ManifestStore(bus)
+        self._manifests = offers.manifests
         self._copies: dict[str, StoredCopy] = {}
         self._working: dict[str, asyncio.Task[None]] = {}
         self._tasks = BackgroundTasks()

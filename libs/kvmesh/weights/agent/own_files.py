@@ -8,9 +8,7 @@ from pathlib import Path
 from blake3 import blake3
 from msgspec import Struct
 
-from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
-from kvmesh.weights.agent.manifests import ManifestStore
 from kvmesh.weights.agent.offers import Offers
 from kvmesh.weights.checkpoint import (
     INDEX,
@@ -31,15 +29,13 @@ THREADS = 1  # digests of a worker that serves already take one core at most
 class OwnFiles:
     """The files of a job's folder."""
 
-    def __init__(
-        self, job: WeightsJob, bus: Bus, offers: Offers, send: Callable[[Struct], None]
-    ) -> None:
+    def __init__(self, job: WeightsJob, offers: Offers, send: Callable[[Struct], None]) -> None:
         self._job = job
         self._offers = offers
         self._send = send
         self._cache = cache_folder()
         self.folder = Path(job.folder)
-        self.manifests = ManifestStore(bus)
+        self.manifests = offers.manifests
 
     def present(self) -> bool:
         """True if the folder has weights; logs the reason if they cannot be used."""

@@ -20,6 +20,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.faults import REFUSED
 from kvmesh.bus.permissions import User, permissions
+from kvmesh.bus.streams.keeper import keeper_of
 from kvmesh.runtime import logs
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.service import bus_options
@@ -94,7 +95,7 @@ class WeightsAgent:
         if transfer.via == "nixl":
             await transport.use_nixl()
         offers = Offers(bus, transport, self._job.instance, self._job.node)
-        own = OwnFiles(self._job, bus, offers, self.send)
+        own = OwnFiles(self._job, offers, self.send)
         taker = CopyTaker(self._job, weights, bus, offers, own, self.send, transport)
         self._others = others = OtherCopies(
             bus, self._job.instance, weights, offers, self.send, transport
@@ -103,6 +104,7 @@ class WeightsAgent:
             others.handle(self._early.pop(0))
         background = BackgroundTasks()
         reporting = asyncio.create_task(self._report(taker))
+        background.start(keeper_of(bus).run(lambda _, __: None, tells=False), "manifests")
         background.start(remove_regularly(bus, self._job.instance), "removal of former manifests")
         if transfer.via == "auto":
             background.start(_add_nixl(transport, offers), "start of NIXL")

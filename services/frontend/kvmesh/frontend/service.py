@@ -4,24 +4,25 @@ import asyncio
 import logging
 import sys
 import time
+from functools import partial
 
 from aiohttp import web
+from msgspec.structs import replace
 from prometheus_client import REGISTRY
 
 from kvmesh.bus.client import Subscription
 from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.discovery.leases import Lease
-from kvmesh.bus.errors import BusError, Conflict, cause
 from kvmesh.bus.messages import Instance, Role, StepOutput
-from kvmesh.bus.storage.buckets import evicting_bucket, expiring_bucket, keys_bucket
+from kvmesh.bus.storage.buckets import expiring_bucket
 from kvmesh.bus.storage.shared_secret import SecretUnusable
-from kvmesh.bus.streams.configuration import catalog_bucket
+from kvmesh.bus.streams.keeper import keeper_of, remake
 from kvmesh.bus.ticks import next_tick
 from kvmesh.frontend import metrics, prefork
 from kvmesh.frontend.answers.store import AnswerStore
 from kvmesh.frontend.auth.authenticator import Authenticator, KeysError
 from kvmesh.frontend.auth.shared_limits import SharedLimits
-from kvmesh.frontend.auth.tenant_secret import tenant_secret
+from kvmesh.frontend.auth.tenant_secret import LABEL, other_secrets, share_tenant_secret
 from kvmesh.frontend.dispatch.dispatcher import Dispatcher
 from kvmesh.frontend.dispatch.liveness import LivenessMonitor
 from kvmesh.frontend.dispatch.route_client import RouteClient
@@ -32,7 +33,6 @@ from kvmesh.frontend.generation.active_request import RequestRunner
 from kvmesh.frontend.generation.cache_expectations import CacheExpectations
 from kvmesh.frontend.http.access_log import configure as configure_access_log
 from kvmesh.frontend.http.cache.api import CacheApi
-from kvmesh.frontend.http.cache.pin_store import MAX_BYTES, TTL_S
 from kvmesh.frontend.http.generate import Dependencies
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.routes import application
@@ -109,6 +109,16 @@ class FrontendService:
             settings.stored_answers_bytes,
             settings.stored_answers_ttl_s,
         )
+        self.responses = ResponseStore(
+            service.bus,
+            settings.responses_ttl_s,
+            settings.responses_bytes,
+            settings.responses_tenant_share,
+        )
+        names = service.bus.subjects
+        for name in (names.keys_bucket, names.catalog_bucket):
+            expiring_bucket(service.bus, name, ttl_s=0.0, max_bytes=-1)
+        remake(service.bus, f"OBJ_{names.model_store_bucket}")
         self.preprocessor = Preprocessor(
             settings.prepare_cache_bytes, self._tenants, self.answers, settings.share_prefixes
         )
@@ -164,9 +174,10 @@ class FrontendService:
     async def open(self) -> None:
         service = self._service
         subjects = service.bus.subjects
+        await keeper_of(service.bus).make_missing()  # the buckets that parts have declared
         try:
             configured = self._settings.tenant_secret
-            self._tenants.set_secret(await tenant_secret(service.bus, configured))
+            await share_tenant_secret(service.bus, configured, self._tenants)
         except SecretUnusable as error:
             raise StartError(str(error), permanent=error.configured) from error
         self._tokens = await service.bus.subscribe(
@@ -183,8 +194,6 @@ class FrontendService:
         await self.directory.open()
         await self.idle_models.open()
         await self.cache_api.open(self.directory.instances)
-        self.answers.open()
-        service.spawn(self._make_buckets(), "buckets")
         service.spawn(self.authenticator.run(), "keys")
         service.spawn(self.events.run(), "sequence events")
         service.spawn(self.routes.run(), "route queries")
@@ -193,35 +202,25 @@ class FrontendService:
         service.spawn(self.stream_supervisor.run(), "streams")
         service.spawn(self._check_expectations(), "expectations")
 
-    async def _make_buckets(self) -> None:
-        """Make the buckets of requests before the first one: during a roll of the servers of a
-        cluster, too few of them run for a new one."""
-        bus, own = self._service.bus, self._settings
-        names = bus.subjects
-        makes = (
-            (names.responses_bucket, own.responses_ttl_s, own.responses_bytes, evicting_bucket),
-            (
-                names.answers_bucket,
-                own.stored_answers_ttl_s,
-                own.stored_answers_bytes,
-                evicting_bucket,
-            ),
-            (names.pins_bucket, TTL_S, MAX_BYTES, expiring_bucket),
-        )
-        made = [make(bus, name, ttl_s, most) for name, ttl_s, most, make in makes if most]
-        for result in await asyncio.gather(
-            *made, keys_bucket(bus), catalog_bucket(bus), return_exceptions=True
-        ):
-            if isinstance(result, BusError) and not isinstance(result, Conflict):
-                log.warning("a bucket is missing, and made when it is used: %s", cause(result))
-
     async def _check_expectations(self) -> None:
         while True:
             self.expectations.retain({card.instance for card in self.directory.instances})
             self._service.warnings.update("missed_hits", self.expectations.wrong())
             self._service.warnings.update("chat_template", self.registry.template_faults)
+            others = other_secrets(self.directory.instances, self._tenants.fingerprint)
+            self._service.warnings.update("tenant_secret", others)
             metrics.answers_bytes.set(self.answers.size)
             await next_tick(CHECK_S)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of this frontend's card."""
+        return {LABEL: self._tenants.fingerprint}
+
+    async def keep_labels(self, lease: Lease) -> None:
+        """Have the present labels on the card; raises BusError."""
+        if lease.card.labels != self.labels:
+            await lease.update(replace(lease.card, labels=self.labels))
 
     async def drain(self, _: web.Application) -> None:
         """Wait for running requests, after the port is closed and before connections are."""
@@ -241,19 +240,13 @@ class FrontendService:
         runner = RequestRunner(
             self.dispatcher, self.events, settings.route_timeout_s, self.expectations
         )
-        responses = ResponseStore(
-            self._service.bus,
-            settings.responses_ttl_s,
-            settings.responses_bytes,
-            settings.responses_tenant_share,
-        )
         parts = Dependencies(
             settings,
             self.registry,
             self.preprocessor,
             runner,
             self.stream_supervisor,
-            responses,
+            self.responses,
             self.authenticator,
             self.cache_api.session_hooks,
             self.routes.arrivals,
@@ -298,9 +291,11 @@ async def main(service: Service) -> None:
         version=VERSION,
         started=time.time(),
         endpoint=endpoint,
+        labels=frontend.labels,
     )
     lease = Lease(service.bus, card, service.limits)
     await lease.open()
+    keeper_of(service.bus).restore("the card's labels", partial(frontend.keep_labels, lease))
     service.start_watchdog()
     log.info("listening on %s", endpoint)
     others = asyncio.create_task(prefork.supervise(service), name="prefork")

@@ -3,9 +3,14 @@
 from prometheus_client import REGISTRY
 
 from kvmesh.blocks.digests import KEY_BYTES
-from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, BusUnavailable
-from kvmesh.bus.storage.shared_secret import SecretUnusable, parse_secret, shared_secret
+from kvmesh.bus.messages import Role
+from kvmesh.bus.storage.shared_secret import (
+    SecretUnusable,
+    keep_secret,
+    parse_secret,
+    shared_secret,
+)
 from kvmesh.kvbm.core.config import manager_config
 from kvmesh.kvbm.core.errors import InUse, KvbmError
 from kvmesh.kvbm.core.manager import Manager
@@ -23,7 +28,7 @@ async def main(service: Service) -> None:
     settings = service.settings.kvbm
     try:
         manager = Manager(manager_config(settings), service.instance)
-        key = await _key(service.bus, settings.key)
+        key = await _key(service, settings.key)
         storage = await Storage.open(settings, service.bus.options.namespace)
     except SecretUnusable as error:
         raise StartError(f"kvbm: {error}", permanent=error.configured) from error
@@ -37,11 +42,16 @@ async def main(service: Service) -> None:
         storage.close()
 
 
-async def _key(bus: Bus, configured: str | None) -> bytes:
+async def _key(service: Service, configured: str | None) -> bytes:
     """The key of the mesh's block digests; raises SecretUnusable."""
     if configured:
         return parse_secret(configured, KEY_BYTES, "kvbm.key")
-    return await shared_secret(bus, bus.subjects.kvbm_bucket, bus.subjects.identity_key, KEY_BYTES)
+    bus = service.bus
+    bucket, name = bus.subjects.kvbm_bucket, bus.subjects.identity_key
+    key = await shared_secret(bus, bucket, name, KEY_BYTES, Role.KVBM)
+    # blocks have digests under the former key: only a new start can use another one
+    keep_secret(bus, bucket, name, key, lambda _: service.stop_failed())
+    return key
 
 
 async def _serve(service: Service, node: KvbmNode) -> None:

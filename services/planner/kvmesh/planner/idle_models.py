@@ -1,13 +1,14 @@
 """Models that may run without workers: the planner lists them in the plan bucket."""
 
 import logging
+from collections.abc import Callable
 
 import msgspec
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import IdleModel, Instance, MessageDecoder, encode
-from kvmesh.bus.storage.buckets import read_bucket
+from kvmesh.bus.storage.buckets import KnownEntries, read_bucket
 from kvmesh.runtime.warnings import Warnings
 
 log = logging.getLogger(__name__)
@@ -15,12 +16,18 @@ _idle = MessageDecoder(IdleModel)
 
 
 class IdleModels:
-    """The entries of the bucket; `planner` is the instance that signs new ones."""
+    """The entries of the bucket; `planner` is the instance that signs new ones.
 
-    def __init__(self, bus: Bus, planner: str, warnings: Warnings) -> None:
+    A planner that `leads` stores them again if the server has lost them.
+    """
+
+    def __init__(
+        self, bus: Bus, planner: str, warnings: Warnings, leads: Callable[[], bool]
+    ) -> None:
         self._bus = bus
         self._warnings = warnings
         self._planner = planner
+        self._known = KnownEntries(bus, bus.subjects.plan_bucket, "idle models", leads)
         self.listed: set[str] = set()
 
     async def read(self) -> None:
@@ -30,6 +37,7 @@ class IdleModels:
         for key, data in entries.items():
             try:
                 self.listed.add(_idle.decode(data).card.name)
+                self._known.note(key, data)
             except msgspec.MsgspecError as error:
                 log.warning("ignored the unreadable idle model %s: %s", key, error)
 
@@ -47,10 +55,13 @@ class IdleModels:
         if may_be_idle and entry is None:
             return
         try:
-            bucket = await self._bus.js.key_value(self._bus.subjects.plan_bucket)
+            bucket = self._bus.bucket(self._bus.subjects.plan_bucket)
             key = self._bus.subjects.idle_key(model)
+            self._known.note(key, b"")
             if entry is not None:
-                await bucket.put(key, encode(entry))
+                data = encode(entry)
+                await bucket.put(key, data)
+                self._known.note(key, data)
                 self.listed.add(model)
             else:
                 await bucket.delete(key)

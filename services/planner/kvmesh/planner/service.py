@@ -24,6 +24,7 @@ from kvmesh.bus.messages import (
     Wake,
     encode,
 )
+from kvmesh.bus.storage.buckets import KnownEntries
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.planner import metrics
 from kvmesh.planner.config import plan_options, with_changes
@@ -79,7 +80,7 @@ class PlannerService:
         self._recorded_at: dict[str, float] = {}
         self._planned: dict[str, dict[str, int]] = {}
         self._failing: set[str] = set()
-        self._idle = IdleModels(service.bus, service.instance, service.warnings)
+        self._idle = IdleModels(service.bus, service.instance, service.warnings, lambda: self.leads)
         self._oracle = OracleClient(service.bus, service.warnings)
         self._leadership = Leadership()
         # the numbers that the place runs are another's: this planner has not set them
@@ -102,6 +103,9 @@ class PlannerService:
             self._bus, subjects.scaling_stream, subjects.scaling_all, self._on_decision,
             Start(last_per_subject=True),
         )  # fmt: skip
+        self._known = KnownEntries(
+            service.bus, subjects.plan_bucket, "what planners know", lambda: self.leads
+        )
         self._changes = StreamReader(
             self._bus,
             f"KV_{subjects.plan_bucket}",
@@ -214,6 +218,7 @@ class PlannerService:
 
     def _on_changes(self, message: StreamMessage) -> None:
         """Apply the settings of `kvmesh plan set`; a deleted entry restores the process's own."""
+        self._known.note(self._bus.subjects.plan_settings_key, message.data)
         try:
             changes = _changes.decode(message.data) if message.data else {}
             options, pools = plan_options(

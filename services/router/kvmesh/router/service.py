@@ -34,6 +34,7 @@ from kvmesh.bus.messages import (
     Thresholds,
     ToolEvent,
 )
+from kvmesh.bus.storage.buckets import KnownEntries
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import untoken
 from kvmesh.bus.ticks import next_tick
@@ -91,6 +92,9 @@ class RouterService:
         )
         bucket = subjects.router_bucket
         self._busy_prefix = f"$KV.{bucket}.{subjects.busy_key('')}"
+        self._known_limits = KnownEntries(
+            bus, bucket, "busy thresholds", lambda: self.ready and serves
+        )
         self._busy = StreamReader(
             bus,
             f"KV_{bucket}",
@@ -322,6 +326,7 @@ class RouterService:
 
     def _on_thresholds(self, message: StreamMessage) -> None:
         model = untoken(message.subject.removeprefix(self._busy_prefix))
+        self._known_limits.note(self._service.bus.subjects.busy_key(model), message.data)
         try:
             limits = _thresholds.decode(message.data) if message.data else None
         except msgspec.MsgspecError as error:

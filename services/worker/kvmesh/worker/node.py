@@ -33,7 +33,7 @@ from kvmesh.bus.messages import (
     Work,
     WorkReply,
 )
-from kvmesh.bus.storage.model_files import publish_model
+from kvmesh.bus.storage.model_files import keep_model, publish_model
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.bus.streams.preparation import patiently
 from kvmesh.bus.streams.publisher import KvPublisher
@@ -221,6 +221,7 @@ class WorkerNode:
             self._warnings.update(kind, {"": text})
         with self._timeline.phase(StartPhase.REGISTRATION):
             card = await self._make_card(info, files)
+            keep_model(self._bus, self._folder, card.model.files if card.model else "")
             await self._membership.admit(card)
             self._start_publishing(card)
             await self._listen()

@@ -17,12 +17,14 @@ from kvmesh.bus.connection.jetstream import Bucket
 from kvmesh.bus.errors import BusError, NotFound, cause
 from kvmesh.bus.messages import DesiredFleet, MessageDecoder, encode
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.ticks import next_tick
 from kvmesh.cli.supervisor.fleet import Fleet
 from kvmesh.cli.supervisor.plan import ProcessSpec, first_worker_port, most_workers, worker_groups
 from kvmesh.settings import Settings
 
 log = logging.getLogger(__name__)
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 10.0
+LOOK_S = 10.0
 CLOSE_S = 2.0
 _desired = MessageDecoder(DesiredFleet)
 
@@ -148,14 +150,16 @@ class FleetOperator:
             self._changed.set()
 
     async def _report(self) -> None:
-        """Write a report after each change, until cancelled."""
+        """Write a report after each change, and if the last one is lost, until cancelled."""
         backoff, failing = Backoff(FIRST_DELAY_S, MAX_DELAY_S), False
+        key = self._bus.subjects.report_key
         while True:
-            await self._changed.wait()
-            self._changed.clear()
+            await next_tick(LOOK_S, self._changed)
             try:
-                report = encode(self._fleet.report())
-                await (await self._bucket()).put(self._bus.subjects.report_key, report)
+                bucket = await self._bucket()
+                if self._changed.is_set() or not await _exists(bucket, key):
+                    self._changed.clear()
+                    await bucket.put(key, encode(self._fleet.report()))
             except BusError as error:
                 if not failing:
                     log.warning("cannot report the workers, retrying: %s", cause(error))
@@ -164,3 +168,10 @@ class FleetOperator:
                 await asyncio.sleep(backoff.delay())
             else:
                 backoff, failing = Backoff(FIRST_DELAY_S, MAX_DELAY_S), False
+
+
+async def _exists(bucket: Bucket, key: str) -> bool:
+    try:
+        return bool((await bucket.get(key)).value)
+    except NotFound:
+        return False

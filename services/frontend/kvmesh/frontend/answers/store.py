@@ -72,17 +72,18 @@ class AnswerStore:
 
     def __init__(self, bus: Bus, max_bytes: int, stored_bytes: int, ttl_s: float) -> None:
         self._bus = bus
-        self._stored_bytes = stored_bytes
-        self._ttl_s = ttl_s
         self._known: FairLru[Name, KnownAnswer] = FairLru(max_bytes, _size)
         self._absent: LruCache[Name, float] = LruCache(MAX_ABSENT)
+        self.enabled = max_bytes > 0
         self._bucket: Bucket | None = None
+        if self.enabled and stored_bytes:
+            name = bus.subjects.answers_bucket
+            self._bucket = evicting_bucket(bus, name, ttl_s, stored_bytes)
         self._unsent: list[tuple[str, str, Answer]] = []
         self._tasks = BackgroundTasks()
         self._paused_until = 0.0
         self._confirmed_at = -CONFIRM_S
         self._failing = False
-        self.enabled = max_bytes > 0
 
     @property
     def size(self) -> int:
@@ -114,12 +115,12 @@ class AnswerStore:
         """Read the missing answers that may be stored; returns their names."""
         now = asyncio.get_running_loop().time()
         wanted = [n for n in missing if (self._absent.get((tenant, n)) or 0.0) <= now]
-        if not wanted or not self._readable(now):
+        bucket = self._bucket
+        if not wanted or bucket is None or not self._bus.connected or now < self._paused_until:
             return []
         limit = asyncio.Semaphore(AT_ONCE)
         try:
             async with asyncio.timeout(READ_S):
-                bucket = await self._open()
                 newest = missing[-1]
                 reads = [
                     self._read(bucket, tenant, n, limit, FRESH_S if n is newest else ABSENT_S)
@@ -142,7 +143,7 @@ class AnswerStore:
         """Store an answer that this frontend has generated."""
         self._known.put(owner(tenant), (tenant, name), KnownAnswer(answer))
         self._absent.pop((tenant, name))
-        if not self._stored_bytes or not self._bus.connected or len(self._unsent) >= MAX_WRITES:
+        if self._bucket is None or not self._bus.connected or len(self._unsent) >= MAX_WRITES:
             return
         if not self._unsent:
             asyncio.get_running_loop().call_later(GATHER_S, self._send)
@@ -162,24 +163,10 @@ class AnswerStore:
             elif len(self._tasks) < MAX_WRITES:
                 self._tasks.start(self._write(subject, packed))
 
-    def open(self) -> None:
-        """Create the bucket, so that the first answer does not wait for it."""
-        if self.enabled and self._stored_bytes:
-            self._tasks.start(self._create())
-
-    async def _create(self) -> None:
-        try:
-            await self._open()
-        except BusError as error:
-            self._warn("cannot store generated answers", error)
-
     async def close(self) -> None:
         self._send()
         await self._tasks.wait(WRITE_S)
         await self._tasks.close()
-
-    def _readable(self, now: float) -> bool:
-        return bool(self._stored_bytes) and self._bus.connected and now >= self._paused_until
 
     async def _read(
         self,
@@ -205,24 +192,16 @@ class AnswerStore:
         """Store an answer; those of the next CONFIRM_S are sent without waiting for the server."""
         try:
             async with asyncio.timeout(WRITE_S):
-                await self._open()
                 await self._bus.store(subject, packed, WRITE_S)
             self._failing, self._confirmed_at = False, asyncio.get_running_loop().time()
         except (BusError, TimeoutError) as error:
             self._warn("cannot store generated answers", error)
 
     def _warn(self, what: str, error: Exception) -> None:
-        """Log the first failure of a series; the bucket, which may be lost, is made anew."""
-        self._bucket = None
+        """Log the first failure of a series."""
         if not self._failing:
             log.warning("%s: %s; prompts show what clients return", what, cause(error))
         self._failing = True
-
-    async def _open(self) -> Bucket:
-        if self._bucket is None:
-            name = self._bus.subjects.answers_bucket
-            self._bucket = await evicting_bucket(self._bus, name, self._ttl_s, self._stored_bytes)
-        return self._bucket
 
 
 def _size(_key: Name, known: KnownAnswer) -> int:

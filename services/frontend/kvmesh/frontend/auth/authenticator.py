@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, NotFound, cause
 from kvmesh.bus.storage.buckets import read_bucket
+from kvmesh.bus.streams.keeper import keeper_of
 from kvmesh.bus.ticks import next_tick
 from kvmesh.frontend.auth.accounts import Account, Accounts, Key, Scope
 from kvmesh.frontend.auth.origin_check import cross_origin_fault
@@ -28,6 +30,17 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     """Contents of a keys file: `[[key]]` tables."""
 
     key: list[Key] = []
+
+
+class _Revision(NamedTuple):
+    """A state of the bucket, as far as one connection tells it.
+
+    A bucket made anew, or an older copy of it, may have as many entries as the one before.
+    """
+
+    created: object  # None: there is no bucket
+    last_seq: int
+    connected_at: float
 
 
 class KeysError(Exception):
@@ -64,6 +77,8 @@ class Authenticator:
         self._local = local
         self.accounts = Accounts()
         self._stamp: object = None
+        self._revision_seen: _Revision | None = None
+        self._names: set[str] = set()
         self._invalid: dict[str, str] = {}
 
     @property
@@ -181,20 +196,36 @@ class Authenticator:
         if stamp == self._stamp:
             return
         keys = read_keys(self._file) if self._file is not None else []
-        if revision:
-            keys += await self._bucket_keys()
+        if revision is not None:
+            stored = await self._bucket_keys() if revision.created is not None else []
+            self._note_loss(revision, {key.name for key in stored})
+            keys += stored
         self.accounts.replace(keys, asyncio.get_running_loop().time())
         self._stamp = stamp
         log.info("loaded %d API keys", len(self.accounts))
 
-    async def _revision(self) -> int:
+    async def _revision(self) -> "_Revision | None":
         if not self._use_bucket:
-            return 0
+            return None
         try:
             info = await self._bus.js.stream_info(f"KV_{self._bus.subjects.keys_bucket}")
         except NotFound:  # the first key creates it
-            return 0
-        return info.state.last_seq
+            return _Revision(None, 0, self._bus.connected_at)
+        return _Revision(info.created, info.state.last_seq, self._bus.connected_at)
+
+    def _note_loss(self, revision: "_Revision", names: set[str]) -> None:
+        """Log the keys that a lost bucket, or an older copy of it, has taken or brought back."""
+        before, self._revision_seen = self._revision_seen, revision
+        known, self._names = self._names, names
+        if before is None or before.created is None:
+            return
+        if before.created == revision.created and before.last_seq <= revision.last_seq:
+            return
+        changes = {"are gone": known - names, "are valid again": names - known}
+        listed = [f"{', '.join(sorted(each))} {what}" for what, each in changes.items() if each]
+        if listed:
+            about = f"the bucket of API keys was lost or is an older copy: {'; '.join(listed)}"
+            keeper_of(self._bus).report("API keys", about)
 
     async def _bucket_keys(self) -> list[Key]:
         """The valid keys of the bucket; logs each invalid entry once."""

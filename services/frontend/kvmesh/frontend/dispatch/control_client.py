@@ -40,6 +40,11 @@ class ControlClient:
         wanted = set(models)
         return [card for card in self._directory.instances if wanted & held_models(card)]
 
+    @property
+    def frontends(self) -> list[Instance]:
+        """The cards of all frontends."""
+        return [card for card in self._directory.instances if card.role is Role.FRONTEND]
+
     async def broadcast(self, cards: Iterable[Instance], command: Control) -> list[InstanceReply]:
         """Send a command to all; a failure to get a reply becomes a reply with the reason."""
         return list(await asyncio.gather(*(self._send(card, command) for card in cards)))

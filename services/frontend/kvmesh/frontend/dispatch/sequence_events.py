@@ -8,6 +8,7 @@ from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import Outcome, SeqBatch, SeqEvent, SeqFree, encode
+from kvmesh.runtime.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 GATHER_S = 0.003
@@ -15,6 +16,7 @@ MAX_PENDING = 100_000
 RETAIN_S = 30.0  # a broken connection is noticed within this time
 REPEATED = 1000  # events in a message of repeated ones
 STORE_S = 2.0
+CONFIRM_S = 5.0
 FIRST_DELAY_S, MAX_DELAY_S = 0.25, 2.0
 
 
@@ -64,6 +66,8 @@ class SequenceEventPublisher:
         self._recent = RecentFrees()
         self._reconnected = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        self._tasks = BackgroundTasks()
+        self._confirmed_at = -CONFIRM_S
 
     def event(self, model: str, event: SeqEvent) -> None:
         events = self._pending.setdefault(model, [])
@@ -115,6 +119,13 @@ class SequenceEventPublisher:
             self._reconnected.set()
         return not self._reconnected.is_set()
 
+    async def _confirm(self, model: str, outcome: Outcome) -> None:
+        """Store an outcome: whether the server stores the others, too, would else go unnoticed."""
+        try:
+            await self._bus.store(self._bus.subjects.route(model), encode(outcome), STORE_S)
+        except BusError as error:
+            log.debug("an outcome is not stored: %s", cause(error))
+
     def flush(self) -> None:
         """Publish pending events now."""
         pending, self._pending = self._pending, {}
@@ -122,7 +133,11 @@ class SequenceEventPublisher:
         for model, events in pending.items():
             batch = SeqBatch(source=self._instance, events=events)
             self._bus.post(self._bus.subjects.seq(model), batch)
+        now = self._loop.time()
+        if outcomes and self._bus.connected and now > self._confirmed_at + CONFIRM_S:
+            self._confirmed_at = now
+            self._tasks.start(self._confirm(*outcomes.pop()))
         for model, outcome in outcomes:
             self._bus.post(self._bus.subjects.route(model), outcome)
         if self._bus.connected and not self._reconnected.is_set():
-            self._recent.expire(self._loop.time())
+            self._recent.expire(now)

@@ -14,6 +14,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, BusTimeout, cause
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.bus.streams.identity import is_rewound
+from kvmesh.bus.streams.keeper import keeper_of
 from kvmesh.bus.ticks import next_tick
 from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.rank_state import RankStates
@@ -80,9 +81,11 @@ class Snapshotter:
         self._label = states.shard.label
         self._since = time.monotonic()
         self._rewinds = feed.rewinds
+        self._lost = False
         self.covered = 0
         self.counts = SnapshotCounts()
         self.size = 0
+        keeper_of(bus).restore("snapshots of the index", self._note_loss)
 
     async def reset(self) -> None:
         """Delete all snapshots, of every shard, and purge the KV stream."""
@@ -153,6 +156,8 @@ class Snapshotter:
         feed = self._feed
         messages = feed.applied - self.covered
         size = messages * feed.bytes / max(feed.counts.messages, 1)
+        if self._lost and messages > 0:
+            return True
         return self._thresholds.due(messages, size, time.monotonic() - self._since)
 
     async def _note_rewinds(self) -> None:
@@ -168,6 +173,13 @@ class Snapshotter:
         slots = await self._store.slots(self._label)
         if slots and self.covered < slots[0].covered <= self._feed.applied:
             self._note(slots[0].covered)
+
+    async def _note_loss(self) -> None:
+        """Without a snapshot, what was purged from the stream would cost a dump of all workers."""
+        if self.covered and not await self._store.slots(self._label):
+            log.warning("the snapshots of the index are gone: writing another one")
+            self._note(0)
+            self._lost = True
 
     def _note(self, covered: int) -> None:
         self.covered = covered
@@ -185,6 +197,7 @@ class Snapshotter:
         await self._store.write(self._label, data, covers, VERSION)
         check(await self._store.read(await self._find_stored(covered)))
         self._note(covered)
+        self._lost = False
         self.counts.snapshots += 1
         self.size = len(data)
         await self._purge()

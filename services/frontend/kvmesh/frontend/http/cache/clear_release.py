@@ -9,8 +9,9 @@ from typing import Any
 from kvmesh.bus.messages import Clear, Instance, Release, Role, adapter_name
 from kvmesh.frontend.apis.cache.body import ClearBody, ReleaseBody
 from kvmesh.frontend.auth.accounts import Account
+from kvmesh.frontend.auth.tenant_secret import other_secrets
 from kvmesh.frontend.dispatch.control_client import ControlClient, summary
-from kvmesh.frontend.errors import InvalidRequest
+from kvmesh.frontend.errors import InvalidRequest, Unavailable
 from kvmesh.frontend.http.endpoint import EndpointCall
 from kvmesh.frontend.models import ModelRegistry, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, scoped
@@ -35,6 +36,10 @@ class ClearReleaseEndpoints:
             account.require_model(parsed.model)
             if parsed.all_tenants:
                 account.require_scope("admin")
+        elsewhere = other_secrets(self._control.frontends, self._tenants.fingerprint)
+        if elsewhere and call.caller.tenant and not parsed.all_tenants:
+            # what those frontends have cached for the tenant has salts that this one cannot know
+            raise Unavailable(f"Cannot clear: {next(iter(elsewhere.values()))}.")
         model, adapter = self._registry.resolve(parsed.model)
         if parsed.all_tenants and adapter:
             reason = f"`all_tenants` needs the base model {model.card.name}, not an adapter."

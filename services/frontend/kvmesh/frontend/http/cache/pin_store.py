@@ -10,7 +10,6 @@ import msgspec
 from msgspec import Struct
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.connection.jetstream import Bucket
 from kvmesh.bus.errors import BusError, MessageTooLarge, NotFound, cause
 from kvmesh.bus.messages import MessageDecoder
 from kvmesh.bus.storage.buckets import expiring_bucket, read_bucket, read_headers
@@ -59,31 +58,31 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class PinStore:
-    """Reads and writes pins; creates the bucket on first use. Raises Unavailable."""
+    """Reads and writes pins. Raises Unavailable."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._name = bus.subjects.pins_bucket
-        self._bucket: Bucket | None = None
+        self._bucket = expiring_bucket(bus, self._name, TTL_S, MAX_BYTES)
 
     async def put(self, pin: StoredPin) -> None:
         subject = f"$KV.{self._name}.{_key(pin.tenant, pin.id)}"
         head = json.dumps(msgspec.to_builtins(pin.head))  # headers must be ASCII
-        async with self._open():
+        async with self._access():
             await self._bus.store(subject, _encode(pin), TIMEOUT_S, {HEAD: head})
 
     async def get(self, tenant: str, pin: str, now: float) -> StoredPin | None:
         """The pin of this id; None if it does not exist or has expired."""
-        async with self._open() as bucket:
+        async with self._access():
             try:
-                found = _decoder.decode((await bucket.get(_key(tenant, pin))).value or b"")
+                found = _decoder.decode((await self._bucket.get(_key(tenant, pin))).value or b"")
             except NotFound:
                 return None
             return found if found.expires > now else None
 
     async def delete(self, pin: StoredPin) -> None:
-        async with self._open() as bucket:
-            await bucket.delete(_key(pin.tenant, pin.id))
+        async with self._access():
+            await self._bucket.delete(_key(pin.tenant, pin.id))
 
     async def list_tenant(self, tenant: str, now: float) -> list[PinHead]:
         """A tenant's pins, oldest first."""
@@ -94,25 +93,23 @@ class PinStore:
         return await self._heads(f"{_token(owner)}.>", now)
 
     async def list_all(self, now: float) -> list[StoredPin]:
-        async with self._open():
+        async with self._access():
             found = await read_bucket(self._bus, self._bus.subjects.pins_bucket)
         pins = [_decoder.decode(value) for value in found.values()]
         return [pin for pin in pins if pin.expires > now]
 
     async def _heads(self, keys: str, now: float) -> list[PinHead]:
-        async with self._open():
+        async with self._access():
             found = await read_headers(self._bus, self._bus.subjects.pins_bucket, keys)
         heads = [_heads.decode(headers[HEAD]) for headers in found.values() if HEAD in headers]
         valid = [head for head in heads if head.expires > now]
         return sorted(valid, key=lambda head: head.created)
 
     @asynccontextmanager
-    async def _open(self) -> AsyncIterator[Bucket]:
+    async def _access(self) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                if self._bucket is None:
-                    self._bucket = await expiring_bucket(self._bus, self._name, TTL_S, MAX_BYTES)
-                yield self._bucket
+                yield
         except MessageTooLarge as error:
             reason = f"The pin has {error.size} bytes and exceeds {error.limit}."
             raise ApiError("too_large", reason) from error

@@ -13,7 +13,6 @@ import zstandard
 from msgspec import Raw
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.connection.jetstream import Bucket
 from kvmesh.bus.errors import BusError, NotFound, cause
 from kvmesh.bus.storage.buckets import evicting_bucket
 from kvmesh.frontend import metrics
@@ -53,18 +52,16 @@ class ResponseNotFound(ApiError):
 
 
 class ResponseStore:
-    """Reads and writes turns; creates the bucket on first use.
+    """Reads and writes turns.
 
     A tenant may use `tenant_share` of `max_bytes`; beyond it, its oldest turns are purged.
     """
 
     def __init__(self, bus: Bus, ttl_s: float, max_bytes: int, tenant_share: float = 1.0) -> None:
         self._bus = bus
-        self._ttl_s = ttl_s
-        self._max_bytes = max_bytes
         name = bus.subjects.responses_bucket
         self._quota = BucketQuota(bus, name, int(max_bytes * tenant_share))
-        self._bucket: Bucket | None = None
+        self._bucket = evicting_bucket(bus, name, ttl_s, max_bytes)
 
     async def history(
         self, response_id: str, tenant: str, param: str | None = "previous_response_id"
@@ -145,7 +142,7 @@ class ResponseStore:
         return turn, size
 
     async def _read(self, entry: str) -> bytes:
-        bucket = await self._open()
+        bucket = self._bucket
         packed = (await bucket.get(f"{entry}.0")).value or b""
         rest = [(await bucket.get(f"{entry}.{n}")).value or b"" for n in range(1, packed[0])]
         return b"".join([packed[1:], *rest])
@@ -163,11 +160,10 @@ class ResponseStore:
         entry = _entry(turn.id, turn.tenant)
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                bucket = await self._open()
                 await self._quota.reserve(entry, len(packed))
                 for number, part in list(enumerate(parts))[:0:-1]:
-                    await bucket.put(f"{entry}.{number}", part)
-                await bucket.put(f"{entry}.0", bytes([len(parts)]) + parts[0])
+                    await self._bucket.put(f"{entry}.{number}", part)
+                await self._bucket.put(f"{entry}.0", bytes([len(parts)]) + parts[0])
         except (BusError, TimeoutError) as error:
             return self._not_stored(turn, cause(error))
         return True
@@ -185,12 +181,6 @@ class ResponseStore:
                 await self._quota.purge(_entry(response_id, tenant))
         except (BusError, TimeoutError) as error:
             raise Unavailable(f"Cannot change stored responses: {error}") from error
-
-    async def _open(self) -> Bucket:
-        if self._bucket is None:
-            name = self._bus.subjects.responses_bucket
-            self._bucket = await evicting_bucket(self._bus, name, self._ttl_s, self._max_bytes)
-        return self._bucket
 
 
 def _packed(turn: StoredTurn) -> tuple[int, bytes]:

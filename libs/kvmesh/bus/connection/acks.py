@@ -1,0 +1,55 @@
+"""Streams that have stopped acknowledging what is published into them. Pure."""
+
+from dataclasses import dataclass
+
+from kvmesh.bus.subjects import ROOT
+
+MIN_TIMEOUTS = 3
+MIN_S = 4.0
+
+
+@dataclass(slots=True)
+class _Silence:
+    since: float
+    timeouts: int = 1
+
+
+def stream_of(subject: str) -> str:
+    """The stream that stores what is published on a subject, directly or for a bucket."""
+    first, _, rest = subject.partition(".")
+    second, _, rest = rest.partition(".")
+    if first == ROOT:
+        return f"kvm-{second}-{rest.partition('.')[0]}"
+    return f"OBJ_{second}" if first == "$O" else f"KV_{second}"
+
+
+class Acks:
+    """Follows the acknowledgements of one connection by stream; times are of one clock."""
+
+    def __init__(self) -> None:
+        self._silences: dict[str, _Silence] = {}
+
+    def arrived(self, stream: str) -> None:
+        """The stream has acknowledged or refused a message."""
+        if self._silences:
+            self._silences.pop(stream, None)
+
+    def missed(self, stream: str, sent: float) -> None:
+        """A message that was sent at `sent` has had no acknowledgement in time."""
+        silence = self._silences.get(stream)
+        if silence is None:
+            self._silences[stream] = _Silence(sent)
+        else:
+            silence.timeouts += 1
+
+    def reset(self) -> None:
+        """Forget everything: the connection is a new one."""
+        self._silences.clear()
+
+    def silent(self, now: float) -> list[str]:
+        """The streams without acknowledgements for several messages in a row, sorted."""
+        return sorted(
+            stream
+            for stream, silence in self._silences.items()
+            if silence.timeouts >= MIN_TIMEOUTS and now - silence.since >= MIN_S
+        )

@@ -1,0 +1,174 @@
+"""One process keeps its streams, and what it stores in them, whole."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+
+import pytest
+import pytest_asyncio
+from support.wait import eventually
+from support.wholeness import key_entry
+
+from kvmesh.bus.client import Bus, RawMessage
+from kvmesh.bus.discovery.leases import Lease, delete_lease
+from kvmesh.bus.errors import BusTimeout
+from kvmesh.bus.messages import Instance, Role
+from kvmesh.bus.storage.buckets import KnownEntries, keys_bucket, read_bucket, write_once_bucket
+from kvmesh.bus.storage.shared_secret import keep_secret, shared_secret
+from kvmesh.bus.streams import keeper as keeping
+from kvmesh.bus.streams.configuration import Difference, StreamLimits, apply
+from kvmesh.bus.streams.keeper import StreamKeeper, keeper_of
+from kvmesh.frontend.auth.authenticator import Authenticator
+from kvmesh.frontend.namespaces import TenantNamespaces
+
+
+class Kept:
+    """The warnings of a keeper that runs, by kind; it looks every 0.1 s."""
+
+    def __init__(self, keeper: StreamKeeper) -> None:
+        self.warnings: dict[str, dict[str, str]] = {}
+        self.task = asyncio.create_task(keeper.run(self._warn, tells=True))
+
+    def _warn(self, kind: str, found: Mapping[str, str]) -> None:
+        self.warnings[kind] = dict(found)
+
+
+@pytest_asyncio.fixture
+async def kept(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kept]:
+    monkeypatch.setattr(keeping, "CHECK_S", 0.1)
+    monkeypatch.setattr(keeping, "SPACING_S", 0.0)
+    kept = Kept(keeper_of(bus))
+    await eventually(lambda: "lost_data" in kept.warnings)
+    yield kept
+    kept.task.cancel()
+
+
+async def test_a_stream_is_made_again_with_the_limits_that_were_set_since(
+    bus: Bus, kept: Kept
+) -> None:
+    stream = bus.subjects.route_stream
+    await apply(bus, [Difference(stream, "max_bytes", 0, 5 << 20, "")])
+
+    async def noted() -> bool:
+        return b"5242880" in bytes(keeper_of(bus)._seen[stream].config)
+
+    await eventually(noted)
+    await bus.js.context.delete_stream(stream)
+
+    async def same() -> bool:
+        names = await keeping.stream_names(bus)
+        return stream in names and (await bus.js.stream_info(stream)).config.max_bytes == 5 << 20
+
+    await eventually(same)
+
+
+async def test_storing_makes_a_missing_bucket_first(bus: Bus) -> None:
+    bucket = write_once_bucket(bus, bus.subjects.secrets_bucket)
+    await bucket.create("a", b"1")
+    await bus.js.context.delete_stream(f"KV_{bus.subjects.secrets_bucket}")
+    await bucket.create("a", b"2")
+    assert (await bucket.get("a")).value == b"2"
+
+
+async def test_a_lost_secret_is_stored_again_and_another_stored_one_holds(
+    bus: Bus, kept: Kept, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, adopted = bus.subjects.secrets_bucket, list[bytes]()
+    bucket = write_once_bucket(bus, name)
+    secret = await shared_secret(bus, name, "s", 32)
+    keep_secret(bus, name, "s", secret, adopted.append)
+    await bus.js.context.delete_stream(f"KV_{name}")
+
+    async def restored() -> bool:
+        names = await keeping.stream_names(bus)
+        return f"KV_{name}" in names and await read_bucket(bus, name) == {"s": secret}
+
+    await eventually(restored)
+    kept.task.cancel()
+    await bus.js.context.delete_stream(f"KV_{name}")
+    await bucket.create("s", b"o" * 32)
+    again = Kept(keeper_of(bus))
+    await eventually(lambda: adopted == [b"o" * 32])
+    assert "is another one now" in caplog.text
+    again.task.cancel()
+
+
+async def test_a_newcomer_waits_for_those_who_hold_the_secret(
+    bus: Bus, limits: StreamLimits
+) -> None:
+    name = bus.subjects.secrets_bucket
+    bucket = write_once_bucket(bus, name)
+    await keeper_of(bus).make_missing()
+    holder = Lease(bus, card("f", Role.FRONTEND), limits)
+    await holder.open()
+    newcomer = asyncio.create_task(shared_secret(bus, name, "s", 32, Role.FRONTEND))
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(asyncio.shield(newcomer), 0.5)
+    await bucket.create("s", b"h" * 32)
+    assert await newcomer == b"h" * 32
+    await holder.close()
+
+
+async def test_known_entries_are_stored_again_unless_they_were_deleted(
+    bus: Bus, kept: Kept
+) -> None:
+    name = bus.subjects.plan_bucket
+    known = KnownEntries(bus, name, "entries", lambda: True)
+    known.note("a", b"1")
+    known.note("b", b"1")
+    known.note("b", b"")
+
+    async def only_a() -> bool:
+        return await read_bucket(bus, name) == {"a": b"1"}
+
+    await eventually(only_a)
+    await bus.js.purge_stream(f"KV_{name}")
+    await eventually(only_a)
+
+
+async def test_a_purge_of_the_leases_ends_none(bus: Bus, limits: StreamLimits) -> None:
+    lapsed: list[str] = []
+    lease = Lease(bus, card("w"), limits, lambda: lapsed.append("w"))
+    await lease.open()
+    await bus.js.purge_stream(f"KV_{bus.subjects.instances_bucket}")
+    await lease.update(lease.card)
+    await bus.js.context.delete_stream(f"KV_{bus.subjects.instances_bucket}")
+    await lease.update(lease.card)
+    assert lapsed == []
+    await delete_lease(bus, lease.card)
+    await lease.update(lease.card)
+    assert lapsed == ["w"]
+    await lease.close()
+
+
+async def test_a_stream_that_acknowledges_nothing_is_named(
+    bus: Bus, kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(_: RawMessage) -> None:
+        """Like a stream whose disk was full: it is there, and does not reply."""
+
+    await bus.subscribe_raw("$KV.full.>", silent)
+    monkeypatch.setattr("kvmesh.bus.connection.acks.MIN_S", 0.0)
+    for _ in range(3):
+        with pytest.raises(BusTimeout):
+            await bus.store("$KV.full.key", b"", 0.1)
+    await eventually(lambda: "disk may be full" in kept.warnings["not_stored"].get("KV_full", ""))
+    bus.acks.arrived("KV_full")
+    await eventually(lambda: kept.warnings["not_stored"] == {})
+
+
+async def test_a_keys_bucket_made_anew_with_as_many_keys_is_read_anew(bus: Bus, kept: Kept) -> None:
+    gate = Authenticator(bus, None, use_bucket=True, local=True, tenants=TenantNamespaces())
+    await (await keys_bucket(bus)).put("alice", key_entry("alice"))
+    await gate.open()
+    assert gate.account({"x-api-key": "alice"}) is not None
+    await bus.js.context.delete_stream(f"KV_{bus.subjects.keys_bucket}")
+    await (await keys_bucket(bus)).put("bob", key_entry("bob"))
+    running = asyncio.create_task(gate.run())
+    await eventually(lambda: [account.key.name for account in gate.accounts] == ["bob"])
+    about = "the bucket of API keys was lost or is an older copy: alice are gone; bob are valid"
+    await eventually(lambda: about in kept.warnings["lost_data"].get("API keys", ""))
+    running.cancel()
+
+
+def card(name: str, role: Role = Role.WORKER) -> Instance:
+    return Instance(instance=f"{name}-1", role=role, name=name, version="0", started=0.0)
