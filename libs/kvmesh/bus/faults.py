@@ -22,8 +22,8 @@ class BusFaults:
             observer(kind, found)
 
     def ignore(self, observer: Observer) -> None:
-        """Call an observer no longer."""
-        self._observers.remove(observer)
+        """Call an observer no longer, if it was."""
+        self._observers = [each for each in self._observers if each != observer]
 
     def texts(self, kind: str) -> list[str]:
         """One line per present fault of a kind."""

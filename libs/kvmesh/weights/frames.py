@@ -116,7 +116,7 @@ class WeightsCounts(Struct, frozen=True, kw_only=True, tag="counts"):
 
 
 class SubjectsRefused(Struct, frozen=True, tag="refused"):
-    """What the NATS server refuses the weights process: one line of text for each subject."""
+    """The subjects that the NATS server refuses the weights process, each with a line of text."""
 
     texts: dict[str, str]
 

@@ -27,6 +27,7 @@ def test_observers_get_the_present_faults_and_each_change() -> None:
     ]
     assert faults.texts(REFUSED) == ["b is refused"]
     faults.ignore(observe)
+    faults.ignore(observe)
     faults.set(REFUSED, "b", "")
     assert len(seen) == 3
 
