@@ -149,6 +149,9 @@ class Bus:
         except (TimeoutError, OSError, ValueError, NatsError) as error:
             client.abandon()
             raise BusUnavailable(options.url, first.reason(error, login)) from error
+        except asyncio.CancelledError:
+            client.abandon()
+            raise
         return bus
 
     @property
@@ -380,8 +383,8 @@ class Bus:
         """Flush what was posted and disconnect."""
         self.closing = True
         if self._asking is not None:
+            await asyncio.wait([self._asking], timeout=1)
             self._asking.cancel()
-            await asyncio.wait([self._asking])
         if self.client.is_closed:
             return
         try:
