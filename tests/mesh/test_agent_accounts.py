@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from aiohttp import ClientConnectionError
 from support.frontend import MODEL, Client, client_session
 from support.mesh import Mesh
 from support.nats import NatsServer, free_port
@@ -95,7 +96,11 @@ async def agents(
         async with client_session() as client:
             body = {"model": MODEL, "messages": user("Hi"), "max_tokens": 1}
             path = "/v1/chat/completions"
-            return (await Client(f"http://127.0.0.1:{port}", client).post(path, body))[0] == 200
+            try:
+                status, _ = await Client(f"http://127.0.0.1:{port}", client).post(path, body)
+            except ClientConnectionError:  # it does not listen yet
+                return False
+            return status == 200
 
     await eventually(serves, what="the second frontend serves the model")
     yield found

@@ -98,7 +98,8 @@ async def test_a_login_that_stays_refused_ends_with_its_reason(
     operator, file = Operator(), tmp_path / "user.creds"
     server.settings = operator.config()
     server.start()
-    operator.creds(file, time.time() + LIVES_S)
+    expires = int(time.time() + LIVES_S)
+    operator.creds(file, expires)
     async with connected(creds(server, file)) as bus:
         lost = asyncio.Event()
         bus.on_lost.append(lost.set)
@@ -106,6 +107,7 @@ async def test_a_login_that_stays_refused_ends_with_its_reason(
     end = next(r.getMessage() for r in caplog.records if r.levelname == "ERROR")
     assert end.startswith("NATS closed the connection permanently: ")
     assert f"its JWT expired at {time.strftime('%Y')}" in end
+    await eventually(lambda: time.time() > expires + 1)  # servers count whole seconds
     with pytest.raises(BusUnavailable, match=rf"rejects nats\.credentials \({file}\): its JWT exp"):
         await Bus.connect(creds(server, file), "test")
 

@@ -123,6 +123,19 @@ async def test_certificates_are_asked_for_and_mapped_by_name(
         await Bus.connect(files.of_client(options), "test", timeout=PATIENCE_S, once=True)
 
 
+async def test_renewed_certificates_are_read_at_the_next_connection(
+    server: NatsServer, files: Files
+) -> None:
+    server.settings = files.tls("verify: true")
+    server.start()
+    options = files.of_client(BusOptions(url=server.url, tls_ca=files.ca))
+    async with connected(options) as bus:
+        Files(files.folder)  # of another authority
+        server.restart()
+        await eventually(lambda: bus.counts.reconnects == 1)
+        await serves(bus)
+
+
 # nats-py gives aiohttp its limit in a form that will go
 @pytest.mark.filterwarnings("ignore:parameter .timeout. of type .float. is deprecated")
 @pytest.mark.parametrize("tls", [False, True])

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import inspect
 import logging
-import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -32,7 +31,6 @@ from kvmesh.bus.connection.login import Login
 from kvmesh.bus.connection.options import BusOptions as BusOptions
 from kvmesh.bus.connection.outbox import Outbox
 from kvmesh.bus.connection.refusals import Refusals
-from kvmesh.bus.connection.tls import tls_context
 from kvmesh.bus.connection.translation import bus_errors, to_bus_error
 from kvmesh.bus.connection.violations import violation
 from kvmesh.bus.errors import (
@@ -177,6 +175,9 @@ class Bus:
         except (TimeoutError, OSError, ValueError, NatsError) as error:
             client.abandon()
             raise BusUnavailable(options.url, first.reason(error, login)) from error
+        except asyncio.CancelledError:
+            client.abandon()
+            raise
         return bus
 
     @property
@@ -473,8 +474,8 @@ class Bus:
         self.closing = True
         await self.refusals.close()
         if self._asking is not None:
+            await asyncio.wait([self._asking], timeout=1)
             self._asking.cancel()
-            await asyncio.wait([self._asking])
         if self.client.is_closed:
             return
         try:
@@ -499,20 +500,16 @@ def returning(function: Callable[[T], object]) -> Callable[[T, Reply], None]:
 
 
 async def _connect_with_retries(bus: Bus, name: str, login: Login, first: FirstConnection) -> None:
-    own = bus.options
-    tls = tls_context(own.tls_ca, own.tls_cert, own.tls_key)
     while True:
         try:
-            await _connect(bus, name, login, first, tls)
+            await _connect(bus, name, login, first)
         except (OSError, nats.errors.NoServersError):
             await asyncio.sleep(0.2)
         else:
             return
 
 
-async def _connect(
-    bus: Bus, name: str, login: Login, first: FirstConnection, tls: ssl.SSLContext | None
-) -> None:
+async def _connect(bus: Bus, name: str, login: Login, first: FirstConnection) -> None:
     client = bus.client
     last_error = broken_by = ""
     limit = 0
@@ -581,7 +578,7 @@ async def _connect(
         ping_interval=10,
         pending_size=64 * 1024 * 1024,
         inbox_prefix=bus.options.inbox_prefix,
-        tls=tls,
+        tls=login.tls(),
         tls_handshake_first=bus.options.tls_handshake_first,
     )
     client.on_connected()

@@ -117,9 +117,14 @@ class DirectClient(Client):
         self.abandon()
         vars(self._transport or self).pop("readline", None)
         self._greeted = False
-        await asyncio.sleep(min(0.1 * self._refusals, REFUSED_WAIT_S))
+        await asyncio.sleep(self._login_delay)
         outage_s = self._own_loop.time() - self._lost_at
         self.options["reconnect_time_wait"] = min(max(outage_s / 100, MIN_WAIT_S), MAX_WAIT_S)
+        if "tls" in self.options:
+            try:
+                self.options["tls"] = self._login.tls()
+            except CredentialsUnusable as error:
+                raise LoginRefused(str(error)) from error
         await super()._connect_to_server(s)
 
     def _connect_command(self) -> bytes:
@@ -201,6 +206,16 @@ class DirectClient(Client):
         """The largest permitted message, and whose limit that is, as text."""
         owner = "server" if self.payload_is_the_servers else "account or user"
         return f"max_payload of the NATS {owner}, {self._max_payload} bytes"
+
+    @property
+    def _login_delay(self) -> float:
+        """Seconds before the next login: none after one error of the server, more after others.
+
+        In the second in which a JWT expires, a server accepts it and ends the connection again.
+        """
+        since = self._own_loop.time() - ENDS_S
+        repeats = sum(ended > since for ended in self._ends) - 1
+        return min(0.1 * self._refusals + 0.5 * max(repeats, 0), REFUSED_WAIT_S)
 
     def abandon(self) -> None:
         """Close the connection of a failed attempt; nats-py would leave it open."""

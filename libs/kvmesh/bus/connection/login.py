@@ -7,12 +7,14 @@ import base64
 import binascii
 import json
 import re
+import ssl
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, Protocol
 from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
 from kvmesh.bus.connection.options import BusOptions
+from kvmesh.bus.connection.tls import tls_context
 from kvmesh.bus.errors import CredentialsUnusable
 from kvmesh.settings.secret_file import SecretUnreadable, present
 
@@ -72,6 +74,12 @@ class Login:
     def check(self) -> None:
         """Read the files."""
         self.fields("", "")
+        self.tls()
+
+    def tls(self) -> ssl.SSLContext | None:
+        """The TLS context for the next connection; None without an authority and a certificate."""
+        own = self._options
+        return tls_context(own.tls_ca, own.tls_cert, own.tls_key)
 
     def refusal(self) -> str:
         """The reason why a server refuses the login, as far as the credentials tell it."""
