@@ -11,7 +11,7 @@ LAYERS = [
     ["permissions"],
     ["subjects"],
     ["messages"],
-    ["errors", "backoff", "log_once", "metrics", "ticks"],
+    ["errors", "backoff", "log_once", "metrics", "packs", "ticks"],
 ]
 
 

@@ -22,6 +22,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamInfo
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus, RawMessage, Subscription
 from kvmesh.bus.errors import BusError, NotFound, cause
+from kvmesh.bus.packs import unpacked
 from kvmesh.bus.streams.identity import is_rewound
 from kvmesh.bus.ticks import next_tick
 
@@ -41,7 +42,8 @@ _NOTHING = Raw()
 class StreamMessage(NamedTuple):
     """One message: its stream sequence, the messages pending behind it, and its headers.
 
-    `time` is when the server stored it, in Unix seconds.
+    `time` is when the server stored it, in Unix seconds. Messages of one pack have all of these in
+    common.
     """
 
     subject: str
@@ -106,6 +108,7 @@ class StreamReader:
         self._bus = bus
         self.stream = stream
         self._subject = subject
+        self._unpacks = stream == bus.subjects.route_stream
         self._handler = handler
         self._start = start
         self._on_recreated = on_recreated
@@ -297,7 +300,9 @@ class StreamReader:
             return
         self._consumer_seq = consumer_seq
         stored = int(fields[at + 2]) / 1e9
-        self._handler(StreamMessage(msg.subject, msg.data, seq, pending, headers, stored))
+        parts = unpacked(msg.data) if self._unpacks else (msg.data,)
+        for data in parts:
+            self._handler(StreamMessage(msg.subject, data, seq, pending, headers, stored))
         self.last_seq = seq
         self._stored = stored
         self.pending = pending

@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from kvmesh.bus.messages import Chunk, Load, Work, WorkReply
+from kvmesh.bus.messages import Load, Tokens, Work, WorkReply
 from kvmesh.prompt_delta.tokens import PromptCache
 from kvmesh.settings.schema import WorkerSettings
 from kvmesh.worker.capabilities import default_outcomes
@@ -30,7 +30,7 @@ class RequestHandler:
         engine: Engine,
         worker: WorkerSettings,
         load: Callable[[], list[Load]],
-        send: Callable[[str, list[Chunk]], None],
+        send: Callable[[str, Sequence[Tokens]], None],
         on_output: Callable[[list[OutputDelta]], None],
     ) -> None:
         self._engine = engine
