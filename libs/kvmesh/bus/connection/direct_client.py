@@ -215,6 +215,11 @@ class DirectClient(Client):
         return bool(refused)
 
     @property
+    def is_clustered(self) -> bool:
+        """True if the server is one of a cluster."""
+        return "cluster" in self._server_info
+
+    @property
     def server(self) -> str:
         """Host and port of the server of this connection, or of the last one."""
         url = self.connected_url
