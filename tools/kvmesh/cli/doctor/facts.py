@@ -23,7 +23,7 @@ class NatsServer(Struct, frozen=True, kw_only=True):
     connections: int = 0
 
 
-class Use(Struct, frozen=True):
+class UsedLimit(Struct, frozen=True):
     """Use of one limit. `setting` names it, with the unit bytes if `is_bytes`."""
 
     setting: str
@@ -45,7 +45,7 @@ class Clock(Struct, frozen=True):
 
 @dataclass
 class Facts:
-    """What is known of a mesh and its NATS servers.
+    """Facts about a mesh and its NATS servers.
 
     `unfit` is the reason why the server does not suit a mesh. `unanswered` gives the reason for
     each question without an answer, `refused` are those that this user may not ask. `absent` are
@@ -65,7 +65,7 @@ class Facts:
     unanswered: dict[str, str] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     servers: list[NatsServer] = field(default_factory=list)
-    uses: list[Use] = field(default_factory=list)
+    uses: list[UsedLimit] = field(default_factory=list)
     streams: dict[str, StreamInfo] | None = None
     absent: list[str] = field(default_factory=list)
     leaderless: dict[str, str] = field(default_factory=dict)

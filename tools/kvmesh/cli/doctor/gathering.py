@@ -28,9 +28,10 @@ from kvmesh.bus.errors import (
 )
 from kvmesh.bus.messages import Decision, Instance, KvBatch, MessageDecoder, Outcome, Role
 from kvmesh.bus.packs import unpacked
+from kvmesh.bus.permissions import ALL_SERVERS, USER_INFO
 from kvmesh.bus.streams.configuration import mesh_streams, needed_streams
 from kvmesh.bus.streams.server_check import NOT_FOR_ACCOUNT, check_server
-from kvmesh.cli.doctor.facts import Clock, Facts, NatsServer, Use
+from kvmesh.cli.doctor.facts import Clock, Facts, NatsServer, UsedLimit
 from kvmesh.cli.status.index_checks import check_ranks
 from kvmesh.cli.status.report import gather
 from kvmesh.settings import Settings
@@ -42,8 +43,7 @@ PROBE_S = 1.0
 PROBES = 5  # on each subject: a mapping may move a share of the messages
 RECENT = 8  # decisions and outcomes whose times are compared with the server's
 MOST_CLOCKS = 64  # workers
-USER_INFO = "$SYS.REQ.USER.INFO"
-ALL_SERVERS = "$SYS.REQ.ACCOUNT.PING.STATZ"
+ONE_CONNECTION = Raw(b'{"limit":1}')  # in each reply, beside their number
 _routes: MessageDecoder[Decision | Outcome] = MessageDecoder(Decision | Outcome)
 _batches = MessageDecoder(KvBatch)
 
@@ -101,27 +101,35 @@ class _Gathering:
 
     async def servers(self) -> None:
         """The servers of the cluster, if this user may ask them; then the probes of subjects."""
-        user = (await self._json(USER_INFO)).get("data", {})
-        restricted = any(user.get("permissions", {}).get(kind) for kind in ("publish", "subscribe"))
-        if not restricted:
-            await asyncio.gather(self._ping_servers(), self._probe())
+        told = await self._json(USER_INFO)
+        self._facts.servers = [_server(told, time.time())]
+        permitted = told.get("data", {}).get("permissions", {})
+        publish = permitted.get("publish", {}).get("allow") or [ALL_SERVERS]
+        if ALL_SERVERS in publish or ">" in publish:
+            await self._ping_servers()
         else:
+            self._facts.refused.append("other servers")
+        if any(permitted.get(kind) for kind in ("publish", "subscribe")):
             self._facts.refused.append("subject mappings")
-            self._facts.servers = [_server(await self._json(USER_INFO), time.time())]
+        else:
+            await self._probe()
 
     async def _ping_servers(self) -> None:
-        replies: list[NatsServer] = []
+        replies: dict[str, NatsServer] = {}
 
         def receive(msg: RawMessage) -> None:
             if msg.data:
-                replies.append(_server(json.loads(msg.data), time.time()))
+                server = _server(json.loads(msg.data), time.time())
+                replies.setdefault(server.name, server)
 
         inbox = self._bus.new_inbox()
         subscription = await self._bus.subscribe_raw(inbox, receive)
-        self._bus.post(ALL_SERVERS, Raw(b""), inbox)
-        await asyncio.sleep(SERVERS_S)
+        for _ in range(2):  # the other servers may not know the inbox at first
+            self._bus.post(ALL_SERVERS, ONE_CONNECTION, inbox)
+            await asyncio.sleep(SERVERS_S)
         await subscription.unsubscribe()
-        self._facts.servers = sorted(replies, key=lambda each: each.name)
+        if replies:
+            self._facts.servers = [replies[name] for name in sorted(replies)]
 
     async def _probe(self) -> None:
         """Send to subjects of the mesh to which no process listens, and see what arrives."""
@@ -176,7 +184,7 @@ class _Gathering:
                 ("max_consumers", use.consumers, use.limits.max_consumers, False),
             )
             self._facts.uses += [
-                Use(f"{name}{of_tier}", used, limit, is_bytes)
+                UsedLimit(f"{name}{of_tier}", used, limit, is_bytes)
                 for name, used, limit, is_bytes in numbers
                 if limit and limit > 0
             ]
@@ -275,13 +283,12 @@ class _Gathering:
 def _server(reply: dict[str, Any], now: float) -> NatsServer:
     """A server, from its reply of this moment to a question of the account."""
     told = reply.get("server", {})
-    accounts = reply.get("data", {}).get("account_statz") or [{}]
     return NatsServer(
         name=told.get("name", "?"),
         version=told.get("ver", ""),
         ahead_s=_unix(told.get("time"), now) - now,
         long_acks=told.get("feature_flags", {}).get("js_ack_fc_v2"),
-        connections=accounts[0].get("conns", 0),
+        connections=reply.get("data", {}).get("total", 0),
     )
 
 

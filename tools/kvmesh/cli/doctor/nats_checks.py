@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from kvmesh.bus.streams.server_check import MIN_PAYLOAD, RECOMMENDED_PAYLOAD
-from kvmesh.cli.doctor.facts import Facts, Use
+from kvmesh.cli.doctor.facts import Facts, UsedLimit
 from kvmesh.cli.status.findings import Finding, Severity
 from kvmesh.runtime.quantities import size
 
@@ -79,7 +79,7 @@ def streams(facts: Facts) -> Iterator[Finding]:
 
 
 def elsewhere(facts: Facts) -> str:
-    """Where the mesh may be instead, as the end of a sentence."""
+    """Places in which the mesh may be instead, as the end of a sentence."""
     found = []
     if facts.others:
         names = ", ".join(facts.others)
@@ -120,6 +120,7 @@ def peers(facts: Facts) -> Iterator[Finding]:
     offline: dict[str, list[str]] = defaultdict(list)
     behind: dict[str, list[str]] = defaultdict(list)
     replicated = 0
+    replied = {each.name for each in facts.servers}
     for name, info in (facts.streams or {}).items():
         if info.cluster is None:
             continue
@@ -127,7 +128,9 @@ def peers(facts: Facts) -> Iterator[Finding]:
             yield Finding("fault", name, "this stream has no leader: most of its servers are away")
         replicated += bool(info.cluster.replicas)
         for peer in info.cluster.replicas or []:
-            if peer.offline:
+            # a cluster calls a lost server offline after a while only
+            silent = bool(replied) and peer.name not in replied
+            if peer.offline or (silent and not peer.current):
                 offline[peer.name or "?"].append(name)
             elif not peer.current:
                 behind[peer.name or "?"].append(name)
@@ -196,7 +199,7 @@ def clocks(facts: Facts) -> Iterator[Finding]:
         yield Finding("ok", "clocks", f"those of NATS and of {len(facts.clocks)} processes agree")
 
 
-def _use(use: Use) -> str:
+def _use(use: UsedLimit) -> str:
     used, limit = (size(use.used), size(use.limit)) if use.is_bytes else (use.used, use.limit)
     return f"{use.setting} {used} of {limit}, {use.share:.0%}"
 

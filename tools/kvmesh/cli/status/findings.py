@@ -25,7 +25,7 @@ class Finding(Struct, frozen=True):
 
 
 def warnings(report: MeshReport) -> Iterator[Finding]:
-    """What processes warn of."""
+    """Warnings of processes."""
     for warning in report.warnings:
         yield Finding("fault", warning.instance, warning.text)
     if not report.warnings:
