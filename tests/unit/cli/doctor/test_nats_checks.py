@@ -21,6 +21,7 @@ def stream(name: str = KV, replicas: int = 1, **peers: dict[str, Any]) -> Stream
 
 def facts(**fields: Any) -> Facts:
     given = {"server": "a:4222", "version": "2.15.1", "streams": {KV: stream()}, **fields}
+    given.setdefault("all_servers", len(fields.get("servers", [])) > 1)
     return Facts("m", **given)
 
 
@@ -39,7 +40,7 @@ def test_sound_servers_have_no_faults() -> None:
 def test_questions_with_one_cause_are_one_finding() -> None:
     unanswered = {"streams": "no answer within 4 s", "the account": "no answer within 4 s"}
     assert lines("answers", unanswered=unanswered, refused=["clocks"], clustered=True) == [
-        "fault nats: no answer within 4 s about streams, the account; if fewer than half of the"
+        "fault nats: streams, the account: no answer within 4 s; if fewer than half of the"
         " cluster's servers are connected, it has no leader",
         "note nats: not checked: clocks; this user may not, an operator may",
     ]
@@ -60,7 +61,7 @@ def test_missing_and_silent_streams_are_named_with_the_effect() -> None:
     found = lines("streams", absent=["kvm-m-seq"], leaderless={"kvm-m-route": "timed out"})
     assert found == [
         "fault kvm-m-seq: this stream is missing: routers do not know each other's requests",
-        "fault kvm-m-route: this stream does not answer: timed out",
+        "fault streams: no answer about kvm-m-route: timed out",
     ]
 
 
@@ -78,7 +79,7 @@ def test_replicas_are_compared_with_servers_and_settings() -> None:
     assert "its loss stops the mesh" in lines("replicas", clustered=True, streams=one)[0]
     found = lines("replicas", clustered=True, replicas=3, servers=SERVERS[:2], streams=three)
     assert found == [
-        "fault replicas: nats.replicas is 3, and 2 servers reply: streams cannot be created"
+        "fault replicas: nats.replicas is 3, servers that reply: 2: streams cannot be created"
     ]
     assert lines("replicas", streams=one) == []
     assert lines("replicas", clustered=True, replicas=3, servers=SERVERS, streams=three) == []

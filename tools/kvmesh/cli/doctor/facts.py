@@ -47,7 +47,8 @@ class Clock(Struct, frozen=True):
 class Facts:
     """Facts about a mesh and its NATS servers.
 
-    `unfit` is the reason why the server does not suit a mesh. `unanswered` gives the reason for
+    `servers` are `all_servers` of the cluster that reply, or the one of this connection. `unfit` is
+    the reason why the server does not suit a mesh. `unanswered` gives the reason for
     each question without an answer, `refused` are those that this user may not ask. `absent` are
     streams that every mesh has and that do not exist; `leaderless` those that exist and do not
     answer, with the reason. `others` are the namespaces of further meshes of the account. `lost`
@@ -65,6 +66,7 @@ class Facts:
     unanswered: dict[str, str] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     servers: list[NatsServer] = field(default_factory=list)
+    all_servers: bool = False
     uses: list[UsedLimit] = field(default_factory=list)
     streams: dict[str, StreamInfo] | None = None
     absent: list[str] = field(default_factory=list)

@@ -20,6 +20,7 @@ from kvmesh.bus.connection.translation import bus_errors
 from kvmesh.bus.errors import (
     BusError,
     BusTimeout,
+    JetStreamError,
     JetStreamUnavailable,
     NotFound,
     NotPermitted,
@@ -37,12 +38,13 @@ from kvmesh.cli.status.report import gather
 from kvmesh.settings import Settings
 
 ASK_S = 4.0
-REPORT_S = 10.0
+REPORT_S = 8.0
 SERVERS_S = 0.5  # in which all servers of a cluster reply
 PROBE_S = 1.0
 PROBES = 5  # on each subject: a mapping may move a share of the messages
 RECENT = 8  # decisions and outcomes whose times are compared with the server's
 MOST_CLOCKS = 64  # workers
+NO_LEADER = 10008  # JetStream's error code
 ONE_CONNECTION = Raw(b'{"limit":1}')  # in each reply, beside their number
 _routes: MessageDecoder[Decision | Outcome] = MessageDecoder(Decision | Outcome)
 _batches = MessageDecoder(KvBatch)
@@ -65,7 +67,8 @@ async def gather_facts(bus: Bus, settings: Settings) -> Facts:
         gathering.ask("the account", gathering.uses),
         gathering.ask("streams", gathering.streams),
     )
-    if facts.streams and "JetStream" not in facts.unanswered:
+    cards = f"KV_{bus.subjects.instances_bucket}"
+    if facts.streams and cards in facts.streams and "JetStream" not in facts.unanswered:
         await gathering.ask("processes", gathering.report, REPORT_S)
         await gathering.ask("clocks", gathering.clocks)
     if facts.report is not None:
@@ -95,9 +98,9 @@ class _Gathering:
             facts.unfit = str(error)
         except JetStreamUnavailable as error:
             if error.err_code not in (None, NOT_FOR_ACCOUNT):  # else `fitness` says it
-                facts.unanswered[question] = cause(error)
+                facts.unanswered[question] = _explained(error)
         except BusError as error:
-            facts.unanswered[question] = cause(error)
+            facts.unanswered[question] = _explained(error)
 
     async def servers(self) -> None:
         """The servers of the cluster, if this user may ask them; then the probes of subjects."""
@@ -130,6 +133,7 @@ class _Gathering:
         await subscription.unsubscribe()
         if replies:
             self._facts.servers = [replies[name] for name in sorted(replies)]
+            self._facts.all_servers = True
 
     async def _probe(self) -> None:
         """Send to subjects of the mesh to which no process listens, and see what arrives."""
@@ -192,11 +196,14 @@ class _Gathering:
     async def streams(self) -> None:
         """The streams of the mesh, and which are missing or do not answer."""
         bus, facts = self._bus, self._facts
-        found: dict[str, StreamInfo] = {
-            info.config.name or "": info for info in await mesh_streams(bus)
-        }
+        found: dict[str, StreamInfo] = {}
+        listed = False
+        with suppress(TimeoutError, BusTimeout):  # a list waits for streams without a leader
+            async with asyncio.timeout(ASK_S / 3):
+                found = {info.config.name or "": info for info in await mesh_streams(bus)}
+                listed = True
         lacking = [name for name in needed_streams(bus) if name not in found]
-        if lacking and not found:
+        if listed and not found:
             names = [info.config.name or "" for info in await bus.js.streams_info()]
             matches = (re.fullmatch("kvm-(.+)-kv", name) for name in names)
             facts.others = sorted(match[1] for match in matches if match is not None)
@@ -208,14 +215,19 @@ class _Gathering:
                 found[name] = result
             elif isinstance(result, NotFound):
                 facts.absent.append(name)
-            elif isinstance(result, BusError | TimeoutError):
-                facts.leaderless[name] = cause(result)
-            elif result is not None:
+            elif isinstance(result, TimeoutError | BusTimeout):
+                facts.leaderless[name] = "timed out"
+            elif isinstance(result, BusError):
+                facts.leaderless[name] = _explained(result)
+            else:
                 raise result
+        if not listed and not found and not facts.absent:
+            facts.leaderless.clear()
+            raise TimeoutError
         facts.streams = found
 
     async def _stream(self, name: str) -> StreamInfo:
-        async with asyncio.timeout(ASK_S / 2):
+        async with asyncio.timeout(ASK_S / 3):
             return await self._bus.js.stream_info(name)
 
     async def report(self) -> None:
@@ -278,6 +290,15 @@ class _Gathering:
             reply = await self._bus.client.request(subject, b"", timeout=ASK_S)
         found = json.loads(reply.data)
         return found if isinstance(found, dict) else {}
+
+
+def _explained(error: BusError) -> str:
+    """The server's description of a refusal, without the codes that surround it."""
+    code = error.err_code if isinstance(error, JetStreamError) else None
+    if code == NO_LEADER:
+        return "JetStream has no leader: fewer than half of the cluster's servers are connected"
+    description = re.search("description='(.+)'", cause(error))
+    return f"{description[1]} (error {code})" if description is not None else cause(error)
 
 
 def _server(reply: dict[str, Any], now: float) -> NatsServer:

@@ -46,10 +46,11 @@ def answers(facts: Facts) -> Iterator[Finding]:
         hint = ""
         if facts.clustered and "no answer" in reason:
             hint = "; if fewer than half of the cluster's servers are connected, it has no leader"
-        yield Finding("fault", "nats", f"{reason} about {', '.join(questions)}{hint}")
+        yield Finding("fault", "nats", f"{', '.join(questions)}: {reason}{hint}")
     if facts.refused:
+        severity: Severity = "fault" if {"streams", "processes"} & {*facts.refused} else "note"
         what = ", ".join(facts.refused)
-        yield Finding("note", "nats", f"not checked: {what}; this user may not, an operator may")
+        yield Finding(severity, "nats", f"not checked: {what}; this user may not, an operator may")
 
 
 def version(facts: Facts) -> Iterator[Finding]:
@@ -72,8 +73,11 @@ def streams(facts: Facts) -> Iterator[Finding]:
     for name in facts.absent:
         effect = NEEDED_FOR.get(name.rpartition("-")[2], "")
         yield Finding("fault", name, f"this stream is missing{f': {effect}' if effect else ''}")
+    silent: dict[str, list[str]] = defaultdict(list)
     for name, reason in facts.leaderless.items():
-        yield Finding("fault", name, f"this stream does not answer: {reason}")
+        silent[reason].append(name)
+    for reason, names in silent.items():
+        yield Finding("fault", "streams", f"no answer about {_some(names)}: {reason}")
     if not (facts.absent or facts.leaderless):
         yield Finding("ok", "streams", f"{len(facts.streams)}, none is missing")
 
@@ -97,8 +101,8 @@ def replicas(facts: Facts) -> Iterator[Finding]:
     if facts.replicas > 1 and not facts.clustered:
         text = f"nats.replicas is {facts.replicas}, but the server is in no cluster"
         yield Finding("fault", "replicas", f"{text}: streams cannot be created")
-    elif facts.servers and facts.replicas > len(facts.servers):
-        text = f"nats.replicas is {facts.replicas}, and {len(facts.servers)} servers reply"
+    elif facts.all_servers and facts.replicas > len(facts.servers):
+        text = f"nats.replicas is {facts.replicas}, servers that reply: {len(facts.servers)}"
         yield Finding("fault", "replicas", f"{text}: streams cannot be created")
     by_number: dict[int, list[str]] = defaultdict(list)
     for name, info in (facts.streams or {}).items():
@@ -129,8 +133,7 @@ def peers(facts: Facts) -> Iterator[Finding]:
         replicated += bool(info.cluster.replicas)
         for peer in info.cluster.replicas or []:
             # a cluster calls a lost server offline after a while only
-            silent = bool(replied) and peer.name not in replied
-            if peer.offline or (silent and not peer.current):
+            if peer.offline or (facts.all_servers and peer.name not in replied):
                 offline[peer.name or "?"].append(name)
             elif not peer.current:
                 behind[peer.name or "?"].append(name)
@@ -196,7 +199,8 @@ def clocks(facts: Facts) -> Iterator[Finding]:
             text = f"its clock is {_skew(clock.ahead_s)} NATS's, or an outage delayed its messages"
             yield Finding("note", clock.process, text)
     if facts.servers and not wrong:
-        yield Finding("ok", "clocks", f"those of NATS and of {len(facts.clocks)} processes agree")
+        processes = f", {len(facts.clocks)} processes" if facts.clocks else ""
+        yield Finding("ok", "clocks", f"those of NATS{processes} and this machine agree")
 
 
 def _use(use: UsedLimit) -> str:
