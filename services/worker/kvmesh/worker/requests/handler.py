@@ -13,6 +13,7 @@ from kvmesh.worker.engine import Engine, EngineInfo, OutputDelta, Rejected
 from kvmesh.worker.requests import admission
 from kvmesh.worker.requests.engine_trace import EngineTrace, engine_trace
 from kvmesh.worker.requests.output_buffer import OutputBuffer
+from kvmesh.worker.requests.output_sender import OutputSender
 from kvmesh.worker.requests.serving_sample import ServingSample
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class RequestHandler:
         self._load = load
         self._send = send
         self._outputs = OutputBuffer()
+        self._sender = OutputSender(send)
         self._prompts = PromptCache()
         self._traces: dict[str, EngineTrace] = {}
         self._compiler = ConstraintCompiler(engine, self._submit, on_output)
@@ -95,8 +97,7 @@ class RequestHandler:
             self._trace(deltas)
         if self.sample is not None:
             self.sample.output(deltas, now)
-        for frontend, chunks in self._outputs.add(deltas, now).items():
-            self._send(frontend, chunks)
+        self._sender.add(self._outputs.add(deltas, now), now)
         return self._outputs.live_count < before
 
     def resend(self, request: str, offset: int) -> bool:
