@@ -37,7 +37,7 @@ from kvmesh.bus.storage.buckets import keys_bucket, read_bucket
 from kvmesh.bus.streams.configuration import StreamLimits, StreamMissing, ensure_streams
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import Subjects
-from kvmesh.cli.status.permission_checks import check_permissions
+from kvmesh.cli.doctor.permission_checks import check_permissions
 from kvmesh.dashboard.mesh import Mesh as DashboardMesh
 from kvmesh.frontend.apis.base import StoredTurn
 from kvmesh.frontend.auth.accounts import Key

@@ -8,7 +8,7 @@ from itertools import pairwise, takewhile
 import msgspec
 from tokenizers import Tokenizer
 
-from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.client import Bus, BusOptions, RawMessage
 from kvmesh.bus.messages import Decision, MessageDecoder, Outcome, StepOutput, ToolEvent, Work
 from kvmesh.demo import model_dir
 from support.wait import eventually
@@ -23,28 +23,31 @@ class Tap:
         self.outcomes: list[Outcome] = []
         self.tools: list[ToolEvent] = []
         self.generated: dict[str, list[int]] = {}
+        self._names: dict[tuple[str, str], str] = {}  # of requests, by their names in chunks
         self._tokenizer = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
 
     @asynccontextmanager
     async def listening(self, options: BusOptions) -> AsyncIterator["Tap"]:
         bus = await Bus.connect(options, "tap")
-        work = MessageDecoder(Work)
+        work, steps = MessageDecoder(Work), MessageDecoder(StepOutput)
         route = MessageDecoder(Decision | Outcome)
 
-        async def on_work(message: Work) -> None:
+        def on_work(message: Work) -> None:
+            self._names[bus.subjects.out(message.frontend), message.ref] = message.request
             self.works.append(self._complete(message))
 
         async def on_route(message: Decision | Outcome) -> None:
             messages = self.decisions if isinstance(message, Decision) else self.outcomes
             messages.append(message)  # type: ignore[arg-type]
 
-        async def on_output(message: StepOutput) -> None:
-            for chunk in message.chunks:
-                tokens = self.generated.setdefault(_request(chunk.request), [])
+        def on_output(message: RawMessage) -> None:
+            for chunk in steps.decode(message.data).chunks:
+                name = self._names.get((message.subject, chunk.request), chunk.request)
+                tokens = self.generated.setdefault(_request(name), [])
                 tokens[chunk.offset :] = chunk.tokens
 
         await bus.subscribe(bus.subjects.expand("work.>"), work, on_work)
-        await bus.subscribe(bus.subjects.expand("out.>"), MessageDecoder(StepOutput), on_output)
+        await bus.subscribe_raw(bus.subjects.expand("out.>"), on_output)
         await bus.subscribe(bus.subjects.route_all, route, on_route)
         await bus.subscribe(bus.subjects.tool_all, MessageDecoder(ToolEvent), self.tools.append)
         await bus.flush()

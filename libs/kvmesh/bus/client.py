@@ -48,6 +48,7 @@ from kvmesh.bus.faults import BusFaults
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import MessageDecoder, encode
 from kvmesh.bus.metrics import BusCounts, KvBacklog, PendingReader
+from kvmesh.bus.packs import unpacked
 from kvmesh.bus.subjects import Subjects
 
 log = logging.getLogger(__name__)
@@ -356,26 +357,31 @@ class Bus:
         decoder: MessageDecoder[T],
         handler: Callable[[T], Awaitable[None] | None],
     ) -> Subscription:
-        """Call `handler` with each message, in order. Malformed ones are logged and dropped."""
+        """Call `handler` with each message, in order, those of packs included.
 
-        def decode(msg: Msg) -> T | None:
-            if not msg.data and (msg.headers or {}).get("Status") == NOBODY:
+        Malformed ones are logged and dropped.
+        """
+
+        def decode(msg: Msg, data: bytes) -> T | None:
+            if not data and (msg.headers or {}).get("Status") == NOBODY:
                 return None  # the server's own reply to a query that nobody has received
             try:
-                return decoder.decode(msg.data)
+                return decoder.decode(data)
             except msgspec.MsgspecError as error:
                 log.warning("dropped a malformed message on %s: %s", msg.subject, error)
                 return None
 
         def at_once(msg: Msg) -> None:
-            if (message := decode(msg)) is not None:
-                handler(message)
+            for data in unpacked(msg.data):
+                if (message := decode(msg, data)) is not None:
+                    handler(message)
 
         async def in_task(msg: Msg) -> None:
-            if (message := decode(msg)) is not None:
-                handled = handler(message)
-                if handled is not None:
-                    await handled
+            for data in unpacked(msg.data):
+                if (message := decode(msg, data)) is not None:
+                    handled = handler(message)
+                    if handled is not None:
+                        await handled
 
         if inspect.iscoroutinefunction(handler):
             return await self._subscribe_in_task(subject, in_task)

@@ -82,6 +82,8 @@ def _pattern(subject: str) -> str:
 
 Grant = tuple[Iterable[str], Iterable[str]]
 _LIBRARY = (f"{API}.INFO", f"{API}.STREAM.NAMES")  # nats-py requests these; they reveal no message
+# Of a user about itself, and of an account about its servers and connections.
+USER_INFO, ALL_SERVERS = "$SYS.REQ.USER.INFO", "$SYS.REQ.ACCOUNT.PING.CONNZ"
 _EACH = f"{ANY}-{ANY}"  # any instance
 _NO_SERVERS = (User.OPERATOR, User.OBSERVER, User.DASHBOARD)  # they serve no requests
 # Replies go to these only. `allow_responses` of NATS permits any subject that a request names for
@@ -206,7 +208,7 @@ def _oracle(s: Subjects, name: str) -> Grant:
 def _observer(s: Subjects, name: str) -> Grant:
     streams = _seen_streams(s)
     lists = (f"{API}.STREAM.LIST", *(f"{API}.CONSUMER.LIST.{stream}" for stream in streams))
-    return [*lists, *_reads(*streams, deletes=False)], _events(s)
+    return [*lists, *_reads(*streams, deletes=False), USER_INFO, ALL_SERVERS], _events(s)
 
 
 def _dashboard(s: Subjects, name: str) -> Grant:
@@ -227,6 +229,7 @@ def _operator(s: Subjects, name: str) -> Grant:
     return (
         [
             *(s.ctl(_EACH), s.ask(_EACH), s.weights(ANY), f"{API}.>", "$JS.FC.>"),
+            *(USER_INFO, ALL_SERVERS),
             *(entry for bucket in buckets for entry in _write(bucket)),
             *(entry for bucket in objects for entry in _write_objects(bucket)),
         ],

@@ -11,7 +11,7 @@ LAYERS = [
     ["permissions"],
     ["subjects"],
     ["messages"],
-    ["absence", "errors", "backoff", "faults", "log_once", "metrics", "ticks"],
+    ["absence", "errors", "backoff", "faults", "log_once", "metrics", "packs", "ticks"],
 ]
 
 

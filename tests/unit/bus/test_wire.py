@@ -56,6 +56,7 @@ NOT_TAILED = {
     messages.SessionPrompt,
     messages.SpeedReport,
     messages.Thresholds,
+    messages.Tokens,
     messages.Wanted,
     messages.WeightOffer,
     messages.WorkReply,

@@ -21,8 +21,16 @@ from kvmesh.settings import Settings, redacted
 CONNECT_S = 2.0
 
 
-def run_on_bus(name: str, settings: Settings, main: Callable[[Bus], Awaitable[int]]) -> int:
-    """Connect, run `main`, disconnect; return its exit status, or print the error and return 1."""
+def run_on_bus(
+    name: str,
+    settings: Settings,
+    main: Callable[[Bus], Awaitable[int]],
+    failed: Callable[[str], int] | None = None,
+) -> int:
+    """Connect, run `main`, disconnect; return its exit status.
+
+    An error is passed to `failed`, which returns the status, or printed: then the status is 1.
+    """
     logs.configure(settings.log, name)
     settings = with_local_mesh(settings)
     try:
@@ -37,6 +45,8 @@ def run_on_bus(name: str, settings: Settings, main: Callable[[Bus], Awaitable[in
         reason = cause(error) + (hint if error.publishes else "")
     except (BusError, TimeoutError) as error:
         reason = cause(error)
+    if failed is not None:
+        return failed(reason)
     print(f"kvmesh {name}: {reason}", file=sys.stderr)
     return 1
 

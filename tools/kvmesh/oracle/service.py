@@ -66,6 +66,7 @@ class OracleService:
             name=self._service.name,
             version=VERSION,
             started=time.time(),
+            unpacks=True,
         )
 
     async def run(self) -> None:

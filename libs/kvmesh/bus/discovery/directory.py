@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 READY = "ready"  # `STATE` of a process that has to catch up before
 OPEN_S = 10.0
 MARKER = "Nats-Marker-Reason"  # header of the message by which the server says that a lease ended
+ROUTE_READERS = frozenset((Role.ROUTER, Role.PLANNER, Role.ORACLE))
 _card_decoder = MessageDecoder(Instance)
 
 
@@ -53,6 +54,7 @@ class Directory:
         self._renewed_at: dict[str, float] = {}
         self._read: dict[str, int] = {}  # hashes of the accepted messages, which renewals repeat
         self._cards: dict[str, Instance] = {}
+        self._plain: set[str] = set()  # keys of readers that take no packs
         self._prefix = f"$KV.{bus.subjects.instances_bucket}."
         self._reader = StreamReader(
             bus,
@@ -66,6 +68,11 @@ class Directory:
     @property
     def instances(self) -> list[Instance]:
         return list(self._cards.values())
+
+    @property
+    def packs(self) -> bool:
+        """True if every reader of the route stream takes packs; for a directory of all roles."""
+        return not self._plain
 
     @property
     def lease_s(self) -> float:
@@ -114,11 +121,14 @@ class Directory:
         self._renewed_at[key], self._read[key] = now, read
         if self._cards.get(key) != card:
             self._cards[key] = card
+            plain = card.role in ROUTE_READERS and not card.unpacks
+            (self._plain.add if plain else self._plain.discard)(key)
             self._joined(card)
 
     def _drop(self, key: str) -> None:
         self._renewed_at.pop(key, None)
         self._read.pop(key, None)
+        self._plain.discard(key)
         card = self._cards.pop(key, None)
         if card is not None:
             self._left(card)

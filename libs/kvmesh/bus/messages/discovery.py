@@ -206,7 +206,7 @@ class Instance(Struct, frozen=True, kw_only=True):
     that `sleeps` can free its device and wait to be promoted again; a parked one is `asleep` if it
     has `served` a model before, whose weights it still offers, and its `phases` and `startup_s` are
     those of its start. A router or indexer that `completes_prompts` takes deltas of
-    sequence hashes.
+    sequence hashes. A reader of the route stream that `unpacks` takes packs of its messages.
     """
 
     instance: str
@@ -237,6 +237,7 @@ class Instance(Struct, frozen=True, kw_only=True):
     asleep: bool = False
     served: ModelCard | None = None
     completes_prompts: bool = False
+    unpacks: bool = False
 
 
 class WeightQuery(Struct, frozen=True, omit_defaults=True):

@@ -77,7 +77,8 @@ class Work(Struct, frozen=True, kw_only=True, omit_defaults=True):
     generated tokens. With `base`, a request whose prompt the worker has stored, the prompt is the
     first `shared` tokens of that prompt followed by `tokens` (`kvmesh.prompt_delta`). Blocks of
     `ephemeral` work are not written to lower tiers. `conversation` is as in `Hints`.
-    `traceparent` is that of a traced request (W3C).
+    `traceparent` is that of a traced request (W3C). Chunks name the request by `ref`, if set:
+    a short name within the frontend.
     """
 
     request: str
@@ -102,6 +103,7 @@ class Work(Struct, frozen=True, kw_only=True, omit_defaults=True):
     traceparent: str = ""
     ephemeral: bool = False
     conversation: int = 0
+    ref: str = ""
 
 
 class WorkReply(Struct, frozen=True, kw_only=True):
@@ -120,9 +122,18 @@ class WorkReply(Struct, frozen=True, kw_only=True):
     checking: bool = False
 
 
-class Chunk(Struct, array_like=True):
+class Tokens(Struct, array_like=True):
+    """A `Chunk` of tokens alone, without the fields that a decoder fills with their defaults."""
+
+    request: str
+    offset: int
+    tokens: list[int]
+
+
+class Chunk(Tokens, array_like=True):
     """New tokens of one request; the first is its generated token number `offset`, from 0.
 
+    `request` is `Work.request`, or `Work.ref` where that is set; the last chunk has the former.
     The first chunk carries `cached`, the cached prompt tokens per tier, and `retention`, one of
     "honoured", "clipped" or "unsupported" for each explicit `Retain` of the prompt. The last chunk
     carries `finish` ("stop", "length", "abort" or "error"), `error` with a reason, `decode`, the
@@ -134,9 +145,6 @@ class Chunk(Struct, array_like=True):
     if the engine reports it, is the time in the engine's queue.
     """
 
-    request: str
-    offset: int
-    tokens: list[int]
     finish: str | None = None
     error: str | None = None
     cached: list[int] | None = None

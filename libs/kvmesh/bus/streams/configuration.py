@@ -129,6 +129,11 @@ async def apply(bus: Bus, changes: list[Difference]) -> None:
             await bus.js.update_stream(config.evolve(**new))
 
 
+def needed_streams(bus: Bus) -> list[str]:
+    """The names of the streams that every mesh has, including those of its buckets."""
+    return [each.name for each in _specs(bus, StreamLimits())]
+
+
 async def mesh_streams(bus: Bus) -> list[StreamInfo]:
     """Every stream of this mesh, including those of its buckets, sorted by name."""
     infos = [info for info in await bus.js.streams_info() if bus.subjects.owns(info.config.name)]

@@ -34,6 +34,7 @@ from kvmesh.bus.errors import (
     cause,
 )
 from kvmesh.bus.faults import STALLED
+from kvmesh.bus.packs import unpacked
 from kvmesh.bus.streams.identity import is_rewound
 from kvmesh.bus.ticks import next_tick
 
@@ -58,7 +59,8 @@ _NOTHING = Raw()
 class StreamMessage(NamedTuple):
     """One message: its stream sequence, the messages pending behind it, and its headers.
 
-    `time` is when the server stored it, in Unix seconds.
+    `time` is when the server stored it, in Unix seconds. Messages of one pack have all of these in
+    common.
     """
 
     subject: str
@@ -123,6 +125,7 @@ class StreamReader:
         self._bus = bus
         self.stream = stream
         self._subject = subject
+        self._unpacks = stream == bus.subjects.route_stream
         self._handler = handler
         self._start = start
         self._on_recreated = on_recreated
@@ -347,7 +350,9 @@ class StreamReader:
             return
         self._consumer_seq = consumer_seq
         stored = int(fields[5]) / 1e9
-        self._handler(StreamMessage(msg.subject, msg.data, seq, pending, headers, stored))
+        parts = unpacked(msg.data) if self._unpacks else (msg.data,)
+        for data in parts:
+            self._handler(StreamMessage(msg.subject, data, seq, pending, headers, stored))
         self.last_seq = seq
         self._stored = stored
         self._stalled_since = inf

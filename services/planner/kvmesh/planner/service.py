@@ -122,6 +122,7 @@ class PlannerService:
             name=self._service.name,
             version=VERSION,
             started=time.time(),
+            unpacks=True,
         )
 
     @property

@@ -8,9 +8,11 @@ from functools import partial
 from random import Random
 from time import monotonic
 
+from msgspec import Raw
 from msgspec.structs import replace
 
 from kvmesh.bus.client import Reply, Subscription
+from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import (
     Decision,
@@ -25,7 +27,9 @@ from kvmesh.bus.messages import (
     SeqEvent,
     SeqFree,
     UnknownBase,
+    encode,
 )
+from kvmesh.bus.packs import packed
 from kvmesh.prompt_delta.hashes import ReceivedHashes
 from kvmesh.returns.forecaster import NO_RETURN
 from kvmesh.router import metrics
@@ -63,9 +67,12 @@ class RouteCall(Ticket):
 class ModelRouter:
     """The core, queue and index client of one model, with its subjects."""
 
-    def __init__(self, service: Service, model: str, prompts: ReceivedHashes) -> None:
+    def __init__(
+        self, service: Service, model: str, prompts: ReceivedHashes, directory: Directory
+    ) -> None:
         settings = service.settings.router
         self._prompts = prompts
+        self._directory = directory
         self._service = service
         self._bus = service.bus
         self._loop = asyncio.get_running_loop()
@@ -263,8 +270,9 @@ class ModelRouter:
             self._note_wait(ticket)
         if actions.loads:
             self._orders.send(actions.loads)
-        for ticket in actions.done:
-            self._record(ticket.result)
+        records = [encode(r) for each in actions.done if (r := self._record(each.result))]
+        for data in packed(records) if self._directory.packs else records:
+            self._bus.post(self._route_subject, Raw(data))
 
     def _reply(self, ticket: Ticket) -> None:
         self._calls.pop(ticket.request.request, None)
@@ -277,12 +285,14 @@ class ModelRouter:
         if ticket.trace is not None:
             ticket.trace.end(result)
 
-    def _record(self, result: Decision | Refused | None) -> None:
+    def _record(self, result: Decision | Refused | None) -> Decision | None:
+        """Count a result; return the decision to publish."""
         if isinstance(result, Decision):
             self._metrics.observe_placement(result)
-            self._bus.post(self._route_subject, self.core.learning.with_expected_return(result))
-        elif result is not None:
+            return self.core.learning.with_expected_return(result)
+        if result is not None:
             metrics.refusals.labels(self.model, result.code).inc()
+        return None
 
     def tick(self, now: float) -> None:
         """Housekeeping, several times a second."""

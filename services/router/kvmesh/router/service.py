@@ -136,6 +136,7 @@ class RouterService:
             started=time.time(),
             labels={STATE: "catching up"},
             completes_prompts=True,
+            unpacks=True,
         )
         lease = Lease(service.bus, card, service.limits)
         await lease.open()
@@ -243,7 +244,9 @@ class RouterService:
     def _router(self, model: str) -> ModelRouter:
         router = self._models.get(model)
         if router is None:
-            router = self._models[model] = ModelRouter(self._service, model, self._prompts)
+            router = self._models[model] = ModelRouter(
+                self._service, model, self._prompts, self._directory
+            )
             router.core.choice.limits = self._limits.get(model, router.core.choice.limits)
             for card in self._kvbms.values():
                 router.core.join(card)

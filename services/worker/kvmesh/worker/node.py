@@ -4,9 +4,10 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from msgspec.structs import replace
 
@@ -30,6 +31,7 @@ from kvmesh.bus.messages import (
     StartSource,
     StepOutput,
     TakeAdapter,
+    Tokens,
     Work,
     WorkReply,
 )
@@ -510,8 +512,9 @@ class WorkerNode:
         next_event = self._publisher.next_event(request.rank) if self._publisher else None
         return digest_reply(blocks, next_event, request.listed, self._bus.max_payload)
 
-    def _send_chunks(self, frontend: str, chunks: list[Chunk]) -> None:
-        self._bus.post(self._bus.subjects.out(frontend), StepOutput(self.instance, chunks))
+    def _send_chunks(self, frontend: str, chunks: Sequence[Tokens]) -> None:
+        output = StepOutput(self.instance, cast("list[Chunk]", chunks))
+        self._bus.post(self._bus.subjects.out(frontend), output)
 
     # health
 

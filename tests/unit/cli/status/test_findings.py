@@ -1,7 +1,9 @@
 """Findings of `kvmesh doctor`."""
 
 from kvmesh.bus.messages import IndexCheck, Instance, Role
-from kvmesh.cli.status.findings import of_checks, of_report
+from kvmesh.cli.doctor.checks import diagnose
+from kvmesh.cli.doctor.facts import Facts
+from kvmesh.cli.status.findings import of_checks
 from kvmesh.cli.status.index_checks import RankCheck
 from kvmesh.cli.status.report import (
     InstanceReport,
@@ -26,8 +28,12 @@ def report(*members: InstanceReport) -> MeshReport:
 ALL = [member(role) for role in (Role.FRONTEND, Role.ROUTER, Role.INDEXER, Role.WORKER)]
 
 
+CHECKED = ("processes", "warnings", "versions", "readers")
+
+
 def texts(found: MeshReport) -> set[str]:
-    return {f"{finding.severity} {finding.subject}: {finding.text}" for finding in of_report(found)}
+    findings = diagnose(Facts("m", report=found))
+    return {f"{f.severity} {f.subject}: {f.text}" for f in findings if f.check in CHECKED}
 
 
 def test_a_sound_mesh_has_no_faults() -> None:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from kvmesh.bus.messages import (
     Chunk,
     Sampling,
+    Tokens,
     Work,
 )
 from kvmesh.worker.engine import OutputDelta
@@ -28,7 +29,7 @@ def test_output_is_numbered_and_grouped_by_frontend() -> None:
     kept.start(work())
     kept.start(work(request="b", frontend="g", generated=4))
     first = kept.add([OutputDelta("a", [1, 2], cached=[16]), OutputDelta("b", [9])], 0.0)
-    assert first == {"f": [Chunk("a", 0, [1, 2], cached=[16])], "g": [Chunk("b", 4, [9])]}
+    assert first == {"f": [Chunk("a", 0, [1, 2], cached=[16])], "g": [Tokens("b", 4, [9])]}
     second = kept.add([OutputDelta("a", [3], finish="stop"), OutputDelta("stranger", [1])], 0.0)
     assert second == {"f": [Chunk("a", 2, [3], "stop")]}
     assert kept.add([OutputDelta("a", [4])], 0.0) == {}
@@ -61,9 +62,15 @@ def test_default_outcomes_apply_if_the_engine_reports_none() -> None:
     first = kept.add([OutputDelta("a", [1], cached=[0]), OutputDelta("b", [1], cached=[0])], 0.0)[
         "f"
     ]
-    assert [(chunk.retention, chunk.decode) for chunk in first] == [(["unsupported"], None)] * 2
+    assert [(chunk.retention, chunk.decode) for chunk in first if isinstance(chunk, Chunk)] == [
+        (["unsupported"], None)
+    ] * 2
     last = [OutputDelta("a", [2], "stop"), OutputDelta("b", [2], "stop", decode="clipped")]
-    assert [chunk.decode for chunk in kept.add(last, 0.0)["f"]] == ["unsupported", "clipped"]
+    ends = kept.add(last, 0.0)["f"]
+    assert [chunk.decode for chunk in ends if isinstance(chunk, Chunk)] == [
+        "unsupported",
+        "clipped",
+    ]
     again = [found[1] for name in "ab" if (found := kept.output_from(name, 0)) is not None]
     assert [chunk.decode for chunk in again] == ["unsupported", "clipped"]
 

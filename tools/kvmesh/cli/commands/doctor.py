@@ -1,4 +1,4 @@
-"""`kvmesh doctor`: checks a mesh, its index against the workers included."""
+"""`kvmesh doctor`: checks NATS and a mesh, its index against the workers included."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -7,7 +7,7 @@ from kvmesh.bus.permissions import User
 from kvmesh.settings import Settings
 
 if TYPE_CHECKING:
-    from kvmesh.cli.status.report import MeshReport
+    from kvmesh.cli.status.findings import Finding
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,56 +26,44 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
-    import msgspec
-    from rich.console import Console
-    from rich.table import Table
-
     from kvmesh.bus.client import Bus
-    from kvmesh.bus.errors import NotPermitted, ServerUnfit
-    from kvmesh.bus.streams.server_check import check_server, old_version
     from kvmesh.cli.bus_session import run_on_bus
-    from kvmesh.cli.status.findings import Finding, of_checks, of_report
-    from kvmesh.cli.status.index_checks import check_ranks
-    from kvmesh.cli.status.permission_checks import check_permissions
-    from kvmesh.cli.status.report import gather
-
-    async def server(bus: Bus) -> Finding:
-        try:
-            domain = await check_server(bus)
-        except ServerUnfit as error:
-            return Finding("fault", "nats", str(error))
-        except NotPermitted:
-            return Finding("note", "nats", "not checked: this user may not")
-        place = f", JetStream domain {domain}" if domain else ""
-        return Finding("ok", "nats", f"{bus.server_version} at {bus.server}{place}")
-
-    async def index(bus: Bus, report: "MeshReport") -> list[Finding]:
-        try:
-            return list(of_checks(await check_ranks(bus, [m.card for m in report.instances])))
-        except NotPermitted:
-            return [Finding("note", "index", "not compared: only an operator may ask indexers")]
+    from kvmesh.cli.doctor.checks import diagnose
+    from kvmesh.cli.doctor.gathering import gather_facts
+    from kvmesh.cli.doctor.permission_checks import check_permissions
+    from kvmesh.cli.status.findings import Finding
 
     async def main(bus: Bus) -> int:
-        findings = [await server(bus)]
-        if warning := old_version(bus):
-            findings.append(Finding("note", "nats", warning))
         if arguments.role is not None:
-            findings += await check_permissions(bus, User(arguments.role), settings)
+            found = await check_permissions(bus, User(arguments.role), settings)
         else:
-            report = await gather(bus, settings)
-            findings += [*of_report(report), *await index(bus, report)]
-        if arguments.json:
-            for finding in findings:
-                print(msgspec.json.encode(finding).decode())
-        else:
-            table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-            for finding in findings:
-                table.add_row(_COLOURS[finding.severity], finding.subject, finding.text)
-            console = Console(highlight=False)
-            (console if console.is_terminal else Console(highlight=False, width=200)).print(table)
-        return 1 if any(finding.severity == "fault" for finding in findings) else 0
+            found = diagnose(await gather_facts(bus, settings))
+        return _show(found, arguments.json)
 
-    return run_on_bus("doctor", settings, main)
+    def failed(reason: str) -> int:
+        return _show([Finding("fault", "nats", reason, "connection")], arguments.json)
+
+    return run_on_bus("doctor", settings, main, failed)
+
+
+def _show(findings: "list[Finding]", as_json: bool) -> int:
+    """Print the findings; the exit status."""
+    import msgspec
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    if as_json:
+        for finding in findings:
+            print(msgspec.json.encode(finding).decode())
+    else:
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        for finding in findings:
+            cells = escape(finding.subject), escape(finding.text)
+            table.add_row(_COLOURS[finding.severity], *cells)
+        console = Console(highlight=False)
+        (console if console.is_terminal else Console(highlight=False, width=200)).print(table)
+    return 1 if any(finding.severity == "fault" for finding in findings) else 0
 
 
 _COLOURS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "fault": "[red]fault[/red]"}

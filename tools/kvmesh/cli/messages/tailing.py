@@ -14,6 +14,7 @@ from kvmesh.bus.client import Bus, RawMessage
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.errors import NotPermitted
 from kvmesh.bus.messages import Instance, encode
+from kvmesh.bus.packs import unpacked
 from kvmesh.bus.streams.reader import Start, StreamMessage
 from kvmesh.cli.messages.decoding import REQUESTS, STREAMED, decode, plain
 from kvmesh.cli.messages.merging import MergedReader
@@ -151,7 +152,8 @@ class BusTail:
         await self._replayer.caught_up()
 
     def _on_live(self, msg: RawMessage) -> None:
-        self._show(time.time(), msg.subject, msg.data)
+        for data in unpacked(msg.data):
+            self._show(time.time(), msg.subject, data)
 
     def _on_unstreamed(self, msg: RawMessage) -> None:
         if self._bus.subjects.parse(msg.subject)[0] not in STREAMED:

@@ -16,23 +16,31 @@ Severity = Literal["ok", "note", "fault"]
 
 
 class Finding(Struct, frozen=True):
-    """One line: what was checked, and the result. A `note` needs no action."""
+    """One line: its subject and the result. A `note` needs no action. `check` names the check."""
 
     severity: Severity
     subject: str
     text: str
+    check: str = ""
 
 
-def of_report(report: MeshReport) -> Iterator[Finding]:
-    """Findings about processes, warnings, versions and readers of streams."""
-    yield from _roles(report)
+def warnings(report: MeshReport) -> Iterator[Finding]:
+    """Warnings of processes."""
     for warning in report.warnings:
         yield Finding("fault", warning.instance, warning.text)
     if not report.warnings:
         yield Finding("ok", "warnings", "no process warns")
-    versions = sorted({member.card.version for member in report.instances})
-    if len(versions) > 1:
-        yield Finding("note", "versions", f"processes of several versions: {', '.join(versions)}")
+
+
+def versions(report: MeshReport) -> Iterator[Finding]:
+    """Processes of several versions."""
+    found = sorted({member.card.version for member in report.instances})
+    if len(found) > 1:
+        yield Finding("note", "versions", f"processes of several versions: {', '.join(found)}")
+
+
+def readers(report: MeshReport) -> Iterator[Finding]:
+    """Readers of streams that are behind."""
     slow = [
         (reader.owner or reader.name, stream.name, reader.lag)
         for stream in report.streams
@@ -67,7 +75,8 @@ def of_checks(checks: Iterable[RankCheck]) -> Iterator[Finding]:
         yield Finding("ok", "index", text)
 
 
-def _roles(report: MeshReport) -> Iterator[Finding]:
+def roles(report: MeshReport) -> Iterator[Finding]:
+    """Roles without a ready process, and processes that are not ready."""
     ready = {member.card.role for member in report.instances if member.eligible}
     for role in NEEDED:
         if role not in ready and not (role is Role.WORKER and report.idle_models):

@@ -306,6 +306,7 @@ class Dispatcher:
             decode=task.prepared.decode,
             traceparent=span.traceparent,
             ephemeral=request.hints.ephemeral,
+            ref=task.stream.ref,
         )
 
     def _is_batch(self, task: SequenceTask) -> bool:

@@ -41,7 +41,7 @@ class RemotePrefill:
     ) -> dict[str, Any]:
         """Return the engine's handoff: the location of the KV. Raises PrefillFailed."""
         stream = self.stream
-        prompt_work = _prompt_only(work, stream.attempt, rank.rank)
+        prompt_work = _prompt_only(work, stream, rank.rank)
         monitor.watch(self._model, stream)
         try:
             async with asyncio.timeout(timeout):
@@ -65,7 +65,7 @@ class RemotePrefill:
         return stream.handoff
 
 
-def _prompt_only(work: Work, request: str, rank: int) -> Work:
+def _prompt_only(work: Work, stream: TokenStream, rank: int) -> Work:
     last = work.generated + 1
     sampling = replace(
         work.sampling,
@@ -74,7 +74,9 @@ def _prompt_only(work: Work, request: str, rank: int) -> Work:
         ignore_eos=True,
         stop_token_ids=[],
     )
-    return replace(work, request=request, rank=rank, sampling=sampling, prefill=True)
+    return replace(
+        work, request=stream.attempt, ref=stream.ref, rank=rank, sampling=sampling, prefill=True
+    )
 
 
 def _ignore() -> None:

@@ -4,10 +4,14 @@ import asyncio
 import logging
 from collections import deque
 
+from msgspec import Raw
+
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import Outcome, SeqBatch, SeqEvent, SeqFree, encode
+from kvmesh.bus.packs import packed
 from kvmesh.runtime.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
@@ -57,11 +61,13 @@ class SequenceEventPublisher:
     SeqFree is lost would count as active in the routers for minutes.
     """
 
-    def __init__(self, bus: Bus, instance: str) -> None:
+    def __init__(self, bus: Bus, instance: str, directory: Directory | None = None) -> None:
         self._bus = bus
+        self._directory = directory
         self._instance = instance
         self._pending: dict[str, list[SeqEvent]] = {}
-        self._outcomes: list[tuple[str, Outcome]] = []
+        self._outcomes: dict[str, list[bytes]] = {}
+        self._unsent_outcomes = 0
         self._due = asyncio.Event()
         self._recent = RecentFrees()
         self._reconnected = asyncio.Event()
@@ -78,8 +84,9 @@ class SequenceEventPublisher:
         self._due.set()
 
     def outcome(self, model: str, outcome: Outcome) -> None:
-        if len(self._outcomes) < MAX_PENDING:
-            self._outcomes.append((model, outcome))
+        if self._unsent_outcomes < MAX_PENDING:
+            self._outcomes.setdefault(model, []).append(encode(outcome))
+            self._unsent_outcomes += 1
         self._due.set()
 
     async def run(self) -> None:
@@ -119,25 +126,28 @@ class SequenceEventPublisher:
             self._reconnected.set()
         return not self._reconnected.is_set()
 
-    async def _confirm(self, model: str, outcome: Outcome) -> None:
-        """Store an outcome: whether the server stores the others, too, would else go unnoticed."""
+    async def _confirm(self, model: str, outcomes: bytes) -> None:
+        """Store outcomes: whether the server stores the others, too, would else go unnoticed."""
         try:
-            await self._bus.store(self._bus.subjects.route(model), encode(outcome), STORE_S)
+            await self._bus.store(self._bus.subjects.route(model), outcomes, STORE_S)
         except BusError as error:
             log.debug("an outcome is not stored: %s", cause(error))
 
     def flush(self) -> None:
         """Publish pending events now."""
         pending, self._pending = self._pending, {}
-        outcomes, self._outcomes = self._outcomes, []
+        outcomes, self._outcomes, self._unsent_outcomes = self._outcomes, {}, 0
+        packs = self._directory is not None and self._directory.packs
         for model, events in pending.items():
             batch = SeqBatch(source=self._instance, events=events)
             self._bus.post(self._bus.subjects.seq(model), batch)
         now = self._loop.time()
-        if outcomes and self._bus.connected and now > self._confirmed_at + CONFIRM_S:
-            self._confirmed_at = now
-            self._tasks.start(self._confirm(*outcomes.pop()))
-        for model, outcome in outcomes:
-            self._bus.post(self._bus.subjects.route(model), outcome)
+        for model, ended in outcomes.items():
+            for data in packed(ended) if packs else ended:
+                if self._bus.connected and now > self._confirmed_at + CONFIRM_S:
+                    self._confirmed_at = now
+                    self._tasks.start(self._confirm(model, data))
+                else:
+                    self._bus.post(self._bus.subjects.route(model), Raw(data))
         if self._bus.connected and not self._reconnected.is_set():
             self._recent.expire(now)

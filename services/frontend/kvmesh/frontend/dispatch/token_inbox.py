@@ -32,7 +32,7 @@ class FlushState:
 
 
 class TokenInbox:
-    """Live streams by attempt id."""
+    """Live streams by attempt id, and by the `ref` that chunks name it by."""
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
@@ -43,15 +43,17 @@ class TokenInbox:
         self._loop = asyncio.get_running_loop()
 
     def __len__(self) -> int:
-        return len(self._states)
+        return len(self._states) // 2
 
     def add(self, stream: TokenStream, consumer: Consumer) -> None:
         """Receive the current attempt's tokens; call `consumer` when there are new ones."""
-        self._states[stream.attempt] = FlushState(stream, consumer)
+        state = FlushState(stream, consumer)
+        self._states[stream.attempt] = self._states[stream.ref] = state
 
     def remove(self, stream: TokenStream) -> None:
         """Drop later messages of the current attempt; received tokens are still flushed."""
         self._states.pop(stream.attempt, None)
+        self._states.pop(stream.ref, None)
 
     def receive(self, output: StepOutput) -> Sequence[TokenStream]:
         """Handle one message; return the streams that lack an earlier one."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from enum import Enum
+from itertools import count
 from typing import Any, Literal, TypeAlias
 
 from kvmesh.bus.messages import Chunk
@@ -10,6 +11,7 @@ from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.tracing.span import NO_SPAN, TraceSpan
 
 Loss: TypeAlias = Literal["", "failed", "vanished"]
+_numbers = count(1)
 
 
 class ChunkResult(Enum):
@@ -23,8 +25,9 @@ class ChunkResult(Enum):
 class TokenStream:
     """Tokens generated so far, and the attempt and worker that they come from.
 
-    Only its own methods change it. `id` names the sequence, `attempt` its current dispatch; the
-    first `inherited` tokens are from earlier attempts. Times are the event loop's. After a remote
+    Only its own methods change it. `id` names the sequence, `attempt` its current dispatch, and
+    `ref` that in chunks; the first `inherited` tokens are from earlier attempts. Times are the
+    event loop's. After a remote
     prefill, `prefill_cached` caps `cached`: both are cached prompt tokens by tier. `lost` is the
     reason why the worker sends no more; `loss` is "failed" if the engine reported an error, and
     "vanished" if the worker disappeared or fell silent. `started` is set at the first message of
@@ -56,6 +59,7 @@ class TokenStream:
         "lost",
         "prefill_cached",
         "received_at",
+        "ref",
         "retention_outcomes",
         "span",
         "started",
@@ -65,6 +69,7 @@ class TokenStream:
     def __init__(self, sequence_id: str, now: float, tokens: Sequence[int] = ()) -> None:
         self.id = sequence_id
         self.attempt = sequence_id
+        self.ref = _new_ref()
         self.attempts = 0
         self.inherited = 0
         self.instance = ""
@@ -93,6 +98,7 @@ class TokenStream:
         """Begin an attempt under a new id, so that messages of earlier ones are ignored."""
         if self.attempts:
             self.attempt = f"{self.id}.{self.attempts}"
+            self.ref = _new_ref()
         self.attempts += 1
         self.inherited = len(self.tokens)
 
@@ -192,3 +198,7 @@ class TokenStream:
         if self.finish is None:
             self.finish = finish
         self.ended.set()
+
+
+def _new_ref() -> str:
+    return f"#{next(_numbers):x}"

@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from kvmesh.bus.messages import Chunk, Load, Work, WorkReply
+from kvmesh.bus.messages import Load, Tokens, Work, WorkReply
 from kvmesh.prompt_delta.tokens import PromptCache
 from kvmesh.settings.schema import WorkerSettings
 from kvmesh.worker.capabilities import default_outcomes
@@ -13,6 +13,7 @@ from kvmesh.worker.engine import Engine, EngineInfo, OutputDelta, Rejected
 from kvmesh.worker.requests import admission
 from kvmesh.worker.requests.engine_trace import EngineTrace, engine_trace
 from kvmesh.worker.requests.output_buffer import OutputBuffer
+from kvmesh.worker.requests.output_sender import OutputSender
 from kvmesh.worker.requests.serving_sample import ServingSample
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class RequestHandler:
         engine: Engine,
         worker: WorkerSettings,
         load: Callable[[], list[Load]],
-        send: Callable[[str, list[Chunk]], None],
+        send: Callable[[str, Sequence[Tokens]], None],
         on_output: Callable[[list[OutputDelta]], None],
     ) -> None:
         self._engine = engine
@@ -38,6 +39,7 @@ class RequestHandler:
         self._load = load
         self._send = send
         self._outputs = OutputBuffer()
+        self._sender = OutputSender(send)
         self._prompts = PromptCache()
         self._traces: dict[str, EngineTrace] = {}
         self._compiler = ConstraintCompiler(engine, self._submit, on_output)
@@ -95,8 +97,7 @@ class RequestHandler:
             self._trace(deltas)
         if self.sample is not None:
             self.sample.output(deltas, now)
-        for frontend, chunks in self._outputs.add(deltas, now).items():
-            self._send(frontend, chunks)
+        self._sender.add(self._outputs.add(deltas, now), now)
         return self._outputs.live_count < before
 
     def resend(self, request: str, offset: int) -> bool:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from kvmesh.bus.messages import Chunk, Work
+from kvmesh.bus.messages import Chunk, Tokens, Work
 from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.requests.device_time import DeviceTime
 
@@ -13,7 +13,7 @@ DEVICE_TIME_S = 1.0  # of a request that runs on, its device time is sent at mos
 
 
 class RequestOutput:
-    """The output of one request from its token `first` on."""
+    """The output of one request, `name` in its chunks, from its token `first` on."""
 
     __slots__ = (
         "accepted_at",
@@ -28,6 +28,7 @@ class RequestOutput:
         "handoff",
         "invalid",
         "logprobs",
+        "name",
         "rank",
         "retention",
         "start",
@@ -38,6 +39,7 @@ class RequestOutput:
 
     def __init__(
         self,
+        name: str,
         frontend: str,
         first: int,
         retention: list[str] | None,
@@ -47,6 +49,7 @@ class RequestOutput:
         start: float,
         now: float,
     ) -> None:
+        self.name = name
         self.accepted_at = now
         self.waited_s: float | None = None
         self.frontend = frontend
@@ -66,14 +69,14 @@ class RequestOutput:
         self.decode = decode
         self.invalid = False
 
-    def append(self, delta: OutputDelta, device_s: float | None) -> Chunk:
+    def append(self, delta: OutputDelta, device_s: float | None) -> Tokens:
         """Append a delta; return it as a chunk, with the device time so far if it is due."""
         self.device_s = device_s
         offset = self.first + len(self.tokens)
         self.tokens += delta.tokens
         told = delta.finish, delta.cached, delta.logprobs, delta.admitted_at, device_s
         if told == NOTHING_ELSE:
-            return Chunk(delta.request, offset, delta.tokens)
+            return Tokens(self.name, offset, delta.tokens)
         if delta.logprobs is not None:
             self.logprobs += delta.logprobs
         if delta.cached is not None:
@@ -85,7 +88,7 @@ class RequestOutput:
         self.decode = delta.decode or self.decode
         self.invalid = delta.invalid
         return Chunk(
-            delta.request,
+            self.name if delta.finish is None else delta.request,  # `kvmesh tail` shows ends
             offset,
             delta.tokens,
             delta.finish,
@@ -100,13 +103,13 @@ class RequestOutput:
             self.waited_s if delta.admitted_at is not None else None,
         )
 
-    def chunk_from(self, request: str, offset: int) -> Chunk:
+    def chunk_from(self, offset: int) -> Chunk:
         """All output from the `offset`-th token on, as one chunk."""
         at = max(0, offset - self.first)
         logprobs = self.logprobs[at:] or None
         tokens = self.tokens[at:]
         return Chunk(
-            request,
+            self.name,
             self.first + at,
             tokens,
             self.finish,
@@ -171,6 +174,7 @@ class OutputBuffer:
         Both apply only if the engine reports no outcomes.
         """
         self._by_request[work.request] = RequestOutput(
+            work.ref or work.request,
             work.frontend,
             work.generated,
             retention,
@@ -188,9 +192,9 @@ class OutputBuffer:
         if output is not None:
             self._forget(output)
 
-    def add(self, deltas: Iterable[OutputDelta], now: float) -> dict[str, list[Chunk]]:
+    def add(self, deltas: Iterable[OutputDelta], now: float) -> dict[str, list[Tokens]]:
         """Number the tokens and group them by frontend; output of ended requests is dropped."""
-        chunks: dict[str, list[Chunk]] = {}
+        chunks: dict[str, list[Tokens]] = {}
         for delta in deltas:
             output = self._by_request.get(delta.request)
             if output is None or output.finish is not None:
@@ -215,7 +219,7 @@ class OutputBuffer:
         output = self._by_request.get(request)
         if output is None:
             return None
-        return output.frontend, output.chunk_from(request, offset)
+        return output.frontend, output.chunk_from(offset)
 
     def _device_s(self, output: RequestOutput, ends: bool, now: float) -> float | None:
         if ends:

@@ -10,6 +10,8 @@ from kvmesh.bus.permissions import ANY, Permissions, User, permissions
 from kvmesh.cli.status.findings import Finding
 from kvmesh.settings import Settings
 
+CHECK = "permissions"
+
 
 async def check_permissions(bus: Bus, role: User, settings: Settings) -> list[Finding]:
     """A fault for each subject of the role that the server refuses; raises BusError."""
@@ -22,17 +24,17 @@ async def check_permissions(bus: Bus, role: User, settings: Settings) -> list[Fi
         with bus_errors():
             refused = await refused_subjects(bus.client, bus.refusals, wanted)
     except ProbeFailed as error:
-        return [Finding("note", role, str(error))]
+        return [Finding("note", role, str(error), CHECK)]
     faults = list(_faults(role, refused, inbox))
     if faults:
         return faults
     counts = f"{len(wanted.publish)} publishes and {len(wanted.subscribe)} subscriptions"
-    return [Finding("ok", role, f"the server permits all {counts} of the role")]
+    return [Finding("ok", role, f"the server permits all {counts} of the role", CHECK)]
 
 
 def _faults(role: User, refused: Permissions, inbox: str) -> Iterator[Finding]:
     for pattern in refused.subscribe:
         act = "receive replies (set nats.inbox_prefix) on" if pattern == inbox else "subscribe to"
-        yield Finding("fault", role, str(NotPermitted(pattern, act)))
+        yield Finding("fault", role, str(NotPermitted(pattern, act)), CHECK)
     for pattern in refused.publish:
-        yield Finding("fault", role, str(NotPermitted(pattern)))
+        yield Finding("fault", role, str(NotPermitted(pattern)), CHECK)

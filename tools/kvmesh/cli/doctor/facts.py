@@ -1,0 +1,78 @@
+"""Facts that `kvmesh doctor` gathers; each may be missing, since NATS may be sick."""
+
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from kvmesh.bus.connection.jetstream import StreamInfo
+from kvmesh.cli.status.index_checks import RankCheck
+from kvmesh.cli.status.report import MeshReport
+
+
+class NatsServer(Struct, frozen=True, kw_only=True):
+    """A server of the cluster that has replied.
+
+    `ahead_s`: seconds of its clock before this machine's. `long_acks` is None if it does not tell
+    which layout its reply subjects have (`js_ack_fc_v2`).
+    """
+
+    name: str
+    version: str
+    ahead_s: float
+    long_acks: bool | None = None
+    connections: int = 0
+
+
+class UsedLimit(Struct, frozen=True):
+    """Use of one limit. `setting` names it, with the unit bytes if `is_bytes`."""
+
+    setting: str
+    used: int
+    limit: int
+    is_bytes: bool = False
+
+    @property
+    def share(self) -> float:
+        return self.used / self.limit
+
+
+class Clock(Struct, frozen=True):
+    """`ahead_s`: seconds by which messages of `process` are dated after the server stored them."""
+
+    process: str
+    ahead_s: float
+
+
+@dataclass
+class Facts:
+    """Facts about a mesh and its NATS servers.
+
+    `servers` are `all_servers` of the cluster that reply, or the one of this connection. `unfit` is
+    the reason why the server does not suit a mesh. `unanswered` gives the reason for
+    each question without an answer, `refused` are those that this user may not ask. `absent` are
+    streams that every mesh has and that do not exist; `leaderless` those that exist and do not
+    answer, with the reason. `others` are the namespaces of further meshes of the account. `lost`
+    are subjects on which a probe did not arrive; None if this user could not probe.
+    """
+
+    namespace: str
+    server: str = ""
+    version: str = ""
+    clustered: bool = False
+    max_payload: int = 0
+    replicas: int = 1
+    domain: str = ""
+    unfit: str = ""
+    unanswered: dict[str, str] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+    servers: list[NatsServer] = field(default_factory=list)
+    all_servers: bool = False
+    uses: list[UsedLimit] = field(default_factory=list)
+    streams: dict[str, StreamInfo] | None = None
+    absent: list[str] = field(default_factory=list)
+    leaderless: dict[str, str] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+    lost: list[str] | None = None
+    clocks: list[Clock] = field(default_factory=list)
+    report: MeshReport | None = None
+    ranks: list[RankCheck] | None = None

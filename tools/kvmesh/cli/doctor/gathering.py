@@ -1,0 +1,322 @@
+"""Gathers the facts of `kvmesh doctor`: each question has a deadline, and none stops others."""
+
+import asyncio
+import json
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+from nats.js.api import AccountInfo, Tier
+
+from kvmesh.bus.client import Bus, RawMessage
+from kvmesh.bus.connection.api_errors import NOT_FOR_ACCOUNT
+from kvmesh.bus.connection.jetstream import StreamInfo
+from kvmesh.bus.connection.translation import bus_errors
+from kvmesh.bus.errors import (
+    BusError,
+    BusTimeout,
+    JetStreamError,
+    JetStreamUnavailable,
+    NotFound,
+    NotPermitted,
+    ServerUnfit,
+    cause,
+)
+from kvmesh.bus.messages import Decision, Instance, KvBatch, MessageDecoder, Outcome, Role
+from kvmesh.bus.packs import unpacked
+from kvmesh.bus.permissions import ALL_SERVERS, USER_INFO
+from kvmesh.bus.streams.configuration import mesh_streams, needed_streams
+from kvmesh.bus.streams.server_check import check_server
+from kvmesh.cli.doctor.facts import Clock, Facts, NatsServer, UsedLimit
+from kvmesh.cli.status.index_checks import check_ranks
+from kvmesh.cli.status.report import gather
+from kvmesh.settings import Settings
+
+ASK_S = 4.0
+REPORT_S = 8.0
+SERVERS_S = 0.5  # in which all servers of a cluster reply
+PROBE_S = 1.0
+PROBES = 5  # on each subject: a mapping may move a share of the messages
+RECENT = 8  # decisions and outcomes whose times are compared with the server's
+MOST_CLOCKS = 64  # workers
+NO_LEADER = 10008  # JetStream's error code
+ONE_CONNECTION = Raw(b'{"limit":1}')  # in each reply, beside their number
+_routes: MessageDecoder[Decision | Outcome] = MessageDecoder(Decision | Outcome)
+_batches = MessageDecoder(KvBatch)
+
+
+async def gather_facts(bus: Bus, settings: Settings) -> Facts:
+    """All facts that can be had within about ASK_S, or REPORT_S where NATS is well."""
+    facts = Facts(
+        namespace=bus.options.namespace,
+        server=bus.server,
+        version=bus.server_version,
+        clustered=bus.client.is_clustered,
+        max_payload=bus.max_payload,
+        replicas=settings.nats.replicas,
+    )
+    gathering = _Gathering(bus, settings, facts)
+    await asyncio.gather(
+        gathering.ask("the server", gathering.servers),
+        gathering.ask("JetStream", gathering.fitness),
+        gathering.ask("the account", gathering.uses),
+        gathering.ask("streams", gathering.streams),
+    )
+    cards = f"KV_{bus.subjects.instances_bucket}"
+    if facts.streams and cards in facts.streams and "JetStream" not in facts.unanswered:
+        await gathering.ask("processes", gathering.report, REPORT_S)
+        await gathering.ask("clocks", gathering.clocks)
+    if facts.report is not None:
+        await gathering.ranks()
+    return facts
+
+
+class _Gathering:
+    def __init__(self, bus: Bus, settings: Settings, facts: Facts) -> None:
+        self._bus = bus
+        self._settings = settings
+        self._facts = facts
+
+    async def ask(
+        self, question: str, answer: Callable[[], Awaitable[None]], seconds: float = ASK_S
+    ) -> None:
+        """Run `answer`; a failure becomes a fact."""
+        facts = self._facts
+        try:
+            async with asyncio.timeout(seconds):
+                await answer()
+        except NotPermitted:
+            facts.refused.append(question)
+        except (TimeoutError, BusTimeout):
+            facts.unanswered[question] = f"no answer within {seconds:g} s"
+        except ServerUnfit as error:
+            facts.unfit = str(error)
+        except JetStreamUnavailable as error:
+            if error.err_code not in (None, NOT_FOR_ACCOUNT):  # else `fitness` says it
+                facts.unanswered[question] = _explained(error)
+        except BusError as error:
+            facts.unanswered[question] = _explained(error)
+
+    async def servers(self) -> None:
+        """The servers of the cluster, if this user may ask them; then the probes of subjects."""
+        told = await self._json(USER_INFO)
+        self._facts.servers = [_server(told, time.time())]
+        permitted = told.get("data", {}).get("permissions", {})
+        publish = permitted.get("publish", {}).get("allow") or [ALL_SERVERS]
+        if ALL_SERVERS in publish or ">" in publish:
+            await self._ping_servers()
+        else:
+            self._facts.refused.append("other servers")
+        if any(permitted.get(kind) for kind in ("publish", "subscribe")):
+            self._facts.refused.append("subject mappings")
+        else:
+            await self._probe()
+
+    async def _ping_servers(self) -> None:
+        replies: dict[str, NatsServer] = {}
+
+        def receive(msg: RawMessage) -> None:
+            if msg.data:
+                server = _server(json.loads(msg.data), time.time())
+                replies.setdefault(server.name, server)
+
+        inbox = self._bus.new_inbox()
+        subscription = await self._bus.subscribe_raw(inbox, receive)
+        for _ in range(2):  # the other servers may not know the inbox at first
+            self._bus.post(ALL_SERVERS, ONE_CONNECTION, inbox)
+            await asyncio.sleep(SERVERS_S)
+        await subscription.unsubscribe()
+        if replies:
+            self._facts.servers = [replies[name] for name in sorted(replies)]
+            self._facts.all_servers = True
+
+    async def _probe(self) -> None:
+        """Send to subjects of the mesh to which no process listens, and see what arrives."""
+        subjects = self._bus.subjects
+        name = f"doctor-{secrets.token_hex(4)}"
+        probed = {
+            f"{subject.partition('.doctor.')[0]}.>": subject
+            for subject in (
+                *(subjects.work(name), subjects.out(name), subjects.ctl(name), subjects.ask(name)),
+                *(subjects.dump(name), subjects.ping(name), subjects.kvbm(name)),
+                *(subjects.returns(name), subjects.adapters(name)),
+                *(subjects.router_at("doctor", name), subjects.index_at(name)),
+            )
+        }
+        arrived = dict.fromkeys(probed.values(), 0)
+        everything = asyncio.Event()
+
+        def receive(msg: RawMessage) -> None:
+            if msg.subject in arrived:
+                arrived[msg.subject] += 1
+                if all(count == PROBES for count in arrived.values()):
+                    everything.set()
+
+        subscriptions = [
+            await self._bus.subscribe_raw(subject, receive) for subject in probed.values()
+        ]
+        await self._bus.flush()
+        for subject in probed.values():
+            for _ in range(PROBES):
+                self._bus.post(subject, Raw(b""))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PROBE_S):
+                await everything.wait()
+        for subscription in subscriptions:
+            await subscription.unsubscribe()
+        self._facts.lost = [p for p, subject in probed.items() if arrived[subject] != PROBES]
+
+    async def fitness(self) -> None:
+        """Raises ServerUnfit."""
+        await check_server(self._bus)
+
+    async def uses(self) -> None:
+        account = await self._bus.js.account_info()
+        self._facts.domain = account.domain or ""
+        tiers: list[tuple[str, AccountInfo | Tier]] = [("", account)]
+        for tier, use in tiers + list((account.tiers or {}).items()):
+            of_tier = f" of {tier}" if tier else ""
+            numbers = (
+                ("max_memory", use.memory, use.limits.max_memory, True),
+                ("max_storage", use.storage, use.limits.max_storage, True),
+                ("max_streams", use.streams, use.limits.max_streams, False),
+                ("max_consumers", use.consumers, use.limits.max_consumers, False),
+            )
+            self._facts.uses += [
+                UsedLimit(f"{name}{of_tier}", used, limit, is_bytes)
+                for name, used, limit, is_bytes in numbers
+                if limit and limit > 0
+            ]
+
+    async def streams(self) -> None:
+        """The streams of the mesh, and which are missing or do not answer."""
+        bus, facts = self._bus, self._facts
+        found: dict[str, StreamInfo] = {}
+        listed = False
+        with suppress(TimeoutError, BusTimeout):  # a list waits for streams without a leader
+            async with asyncio.timeout(ASK_S / 3):
+                found = {info.config.name or "": info for info in await mesh_streams(bus)}
+                listed = True
+        lacking = [name for name in needed_streams(bus) if name not in found]
+        if listed and not found:
+            names = [info.config.name or "" for info in await bus.js.streams_info()]
+            matches = (re.fullmatch("kvm-(.+)-kv", name) for name in names)
+            facts.others = sorted(match[1] for match in matches if match is not None)
+        results = await asyncio.gather(
+            *(self._stream(name) for name in lacking), return_exceptions=True
+        )
+        for name, result in zip(lacking, results, strict=True):
+            if isinstance(result, StreamInfo):
+                found[name] = result
+            elif isinstance(result, NotFound):
+                facts.absent.append(name)
+            elif isinstance(result, TimeoutError | BusTimeout):
+                facts.leaderless[name] = "timed out"
+            elif isinstance(result, BusError):
+                facts.leaderless[name] = _explained(result)
+            else:
+                raise result
+        if not listed and not found and not facts.absent:
+            facts.leaderless.clear()
+            raise TimeoutError
+        facts.streams = found
+
+    async def _stream(self, name: str) -> StreamInfo:
+        async with asyncio.timeout(ASK_S / 3):
+            return await self._bus.js.stream_info(name)
+
+    async def report(self) -> None:
+        self._facts.report = await gather(self._bus, self._settings)
+
+    async def ranks(self) -> None:
+        """Checks of the index; they take as long as indexers take."""
+        report = self._facts.report
+        assert report is not None
+        with suppress(NotPermitted):
+            self._facts.ranks = await check_ranks(self._bus, [m.card for m in report.instances])
+
+    async def clocks(self) -> None:
+        """The times in the last messages of processes, beside when the server stored them."""
+        report = self._facts.report
+        cards = [member.card for member in report.instances] if report is not None else []
+        workers = [c for c in cards if c.role is Role.WORKER and c.model is not None][:MOST_CLOCKS]
+        found = await asyncio.gather(*map(self._worker_clock, workers))
+        self._facts.clocks = [clock for clock in found if clock is not None]
+        self._facts.clocks += await self._route_clocks()
+
+    async def _worker_clock(self, card: Instance) -> Clock | None:
+        assert card.model is not None
+        subjects = self._bus.subjects
+        subject = subjects.kv(card.model.name, card.name)
+        try:
+            last = await self._bus.js.get_msg(subjects.kv_stream, subject=subject)
+            batch = _batches.decode(last.data or b"")
+        except (NotFound, msgspec.MsgspecError):
+            return None
+        if batch.instance != card.instance or last.time is None:
+            return None
+        return Clock(card.instance, batch.time - last.time.timestamp())
+
+    async def _route_clocks(self) -> list[Clock]:
+        """Those of routers, and one of all frontends; of several messages the latest time."""
+        stream = self._bus.subjects.route_stream
+        info = (self._facts.streams or {}).get(stream)
+        last = info.state.last_seq if info is not None else 0
+        ahead: dict[str, float] = {}
+        for seq in range(max(last - RECENT, 0) + 1, last + 1):
+            try:
+                message = await self._bus.js.get_msg(stream, seq)
+            except NotFound:
+                continue
+            if message.time is None:
+                continue
+            for data in unpacked(message.data or b""):
+                try:
+                    event = _routes.decode(data)
+                except msgspec.MsgspecError:
+                    continue
+                name = event.router if isinstance(event, Decision) else "a frontend"
+                skew = event.time - message.time.timestamp()
+                ahead[name] = max(skew, ahead.get(name, skew))
+        return [Clock(name, skew) for name, skew in ahead.items()]
+
+    async def _json(self, subject: str) -> dict[str, Any]:
+        with bus_errors(subject):
+            reply = await self._bus.client.request(subject, b"", timeout=ASK_S)
+        found = json.loads(reply.data)
+        return found if isinstance(found, dict) else {}
+
+
+def _explained(error: BusError) -> str:
+    """The server's description of a refusal, without the codes that surround it."""
+    code = error.err_code if isinstance(error, JetStreamError) else None
+    if code == NO_LEADER:
+        return "JetStream has no leader: fewer than half of the cluster's servers are connected"
+    description = re.search("description='(.+)'", cause(error))
+    return f"{description[1]} (error {code})" if description is not None else cause(error)
+
+
+def _server(reply: dict[str, Any], now: float) -> NatsServer:
+    """A server, from its reply of this moment to a question of the account."""
+    told = reply.get("server", {})
+    return NatsServer(
+        name=told.get("name", "?"),
+        version=told.get("ver", ""),
+        ahead_s=_unix(told.get("time"), now) - now,
+        long_acks=told.get("feature_flags", {}).get("js_ack_fc_v2"),
+        connections=reply.get("data", {}).get("total", 0),
+    )
+
+
+def _unix(text: str | None, otherwise: float) -> float:
+    """The time of an RFC 3339 text with nanoseconds."""
+    try:
+        return datetime.fromisoformat(re.sub(r"(\.\d{6})\d*", r"\1", text or "")).timestamp()
+    except ValueError:
+        return otherwise
