@@ -9,6 +9,7 @@ at the next renewal: a process that was frozen must not continue as before.
 import asyncio
 import contextlib
 import logging
+import random
 from collections.abc import Callable
 from math import inf
 
@@ -155,6 +156,7 @@ class Lease:
                     self._renewed_at = begun
                     return False
             except Conflict:
+                await self._duration.refresh()  # of the bucket that the server has now
                 if (
                     not await _exists(bucket, key)
                     and self._bucket_created == self._duration.bucket_created
@@ -186,6 +188,9 @@ class Lease:
         while True:
             slept_at = loop.time()
             await self._due(RETRY_S if failing else self._duration.seconds / 3)
+            if not self._bus.connected:
+                self._in_vain_since = None
+                continue
             try:
                 async with asyncio.timeout(self._duration.seconds / 4):
                     await self._duration.refresh()
@@ -200,11 +205,13 @@ class Lease:
                     await self._restore_buckets()
 
     async def _due(self, wait_s: float) -> None:
-        """Return after `wait_s` seconds, or at once when this process has reconnected."""
+        """Return after `wait_s` seconds, or when this process has reconnected and answers first."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self._reconnected.wait()
-        self._reconnected.clear()
+        if self._reconnected.is_set():
+            await asyncio.sleep(random.uniform(RETRY_S / 5, RETRY_S))
+            self._reconnected.clear()
 
     def _note_failure(self, now: float, slept_at: float) -> None:
         """A renewal has failed; after a time in which this process did not run, the first one."""
