@@ -9,6 +9,7 @@ at the next renewal: a process that was frozen must not continue as before.
 import asyncio
 import contextlib
 import logging
+import random
 from collections.abc import Callable, Mapping
 from math import inf
 
@@ -227,6 +228,9 @@ class Lease:
         while True:
             slept_at = loop.time()
             await self._due(RETRY_S if failing else self._duration.seconds / 3)
+            if not self._bus.connected:
+                self._in_vain_since = None
+                continue
             try:
                 async with asyncio.timeout(self._duration.seconds / 4):
                     await self._duration.refresh()
@@ -239,11 +243,16 @@ class Lease:
                 self._note_failure(loop.time(), slept_at)
 
     async def _due(self, wait_s: float) -> None:
-        """Return after `wait_s` seconds, or at once for a reconnect or a fault on the card."""
+        """Return after `wait_s` seconds, soon after a reconnect, or for a fault on the card.
+
+        A process that has reconnected answers what waits for it first.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self._due_now.wait()
-        self._due_now.clear()
+        if self._due_now.is_set():
+            await asyncio.sleep(random.uniform(RETRY_S / 5, RETRY_S))
+            self._due_now.clear()
 
     def _note_failure(self, now: float, slept_at: float) -> None:
         """A renewal has failed; after a time in which this process did not run, the first one."""
