@@ -241,7 +241,7 @@ class _Attributes(NamedTuple):
 
 
 def _frozen(value: Any) -> Any:
-    """What decides whether a later value is the same, without a reference to its rendering."""
+    """The part of a value that tells it from later ones; it does not refer to its rendering."""
     if type(value) is Namespace:
         return _Attributes({k: _frozen_scalar(v) for k, v in getattr(value, _ATTRIBUTES).items()})
     return _frozen_scalar(value)
