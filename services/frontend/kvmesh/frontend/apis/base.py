@@ -13,7 +13,7 @@ from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 
 if TYPE_CHECKING:
-    from kvmesh.frontend.apis.turns import TurnBody  # which decodes with this module
+    from kvmesh.frontend.apis.turns.bodies import TurnBody  # which decodes with this module
 
 T = TypeVar("T")
 Headers = Mapping[str, str]

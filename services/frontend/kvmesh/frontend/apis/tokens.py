@@ -10,7 +10,7 @@ from kvmesh.frontend.apis.chat.body import ChatBody, ChatMessage
 from kvmesh.frontend.apis.chat.body import to_request as chat_request
 from kvmesh.frontend.apis.faults import MISSING
 from kvmesh.frontend.apis.sampling import check_special_tokens, to_sampling
-from kvmesh.frontend.apis.turns import TurnBody
+from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import InvalidRequest
 

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 from aiohttp import web
 
 from kvmesh.frontend.apis.base import Headers, RequestStamp, json_encode
-from kvmesh.frontend.apis.turns import TurnBody, Turns
+from kvmesh.frontend.apis.turns.bodies import TurnBody, Turns
 from kvmesh.frontend.auth.accounts import Scope
 from kvmesh.frontend.fair_threads import FairThreads
 from kvmesh.frontend.http.bodies import JSON, check_utf8, parse_heavy, read_body

@@ -22,7 +22,7 @@ from kvmesh.frontend.apis.chat.body import ChatBody, to_request, without_effect
 from kvmesh.frontend.apis.nvext import ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.transcript import PartKind, Transcript
-from kvmesh.frontend.apis.turns import TurnBody
+from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.conversation import (
     GAP,
     AnswerEvent,

@@ -19,7 +19,7 @@ from kvmesh.frontend.apis.content.tagged import Reading
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.sampling import SamplingBody, to_sampling
 from kvmesh.frontend.apis.tool_definitions import ToolDefinitions
-from kvmesh.frontend.apis.turns import TurnBody
+from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.conversation import (
     GAP,
     Block,

@@ -24,7 +24,7 @@ from kvmesh.frontend.apis.nvext import ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, session_in_user_id, unknown_headers
 from kvmesh.frontend.apis.sealed_reasoning import seal
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
-from kvmesh.frontend.apis.turns import TurnBody
+from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import STATUS, ApiError, ContextExceeded, InvalidRequest, Kind
 from kvmesh.hashing import TOKEN_BYTES

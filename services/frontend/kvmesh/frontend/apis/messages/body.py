@@ -22,7 +22,7 @@ from kvmesh.frontend.apis.messages.context_management import ContextManagement, 
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.sampling import MAX_TOKENS, stop_strings
 from kvmesh.frontend.apis.tool_definitions import ToolDefinitions
-from kvmesh.frontend.apis.turns import TurnBody
+from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.conversation import GenerateRequest, Message, Text, Tool, ToolChoice
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.retention.hints import CacheMark

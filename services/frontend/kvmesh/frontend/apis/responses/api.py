@@ -42,7 +42,7 @@ from kvmesh.frontend.apis.responses.references import (
     resolve,
 )
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
-from kvmesh.frontend.apis.turns import TurnBody
+from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import ApiError, ContextExceeded, Kind
 from kvmesh.hashing import TOKEN_BYTES

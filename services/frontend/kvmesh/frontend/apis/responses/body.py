@@ -41,7 +41,7 @@ from kvmesh.frontend.apis.responses.tool_bodies import (
 )
 from kvmesh.frontend.apis.sampling import MAX_TOKENS
 from kvmesh.frontend.apis.sealed_reasoning import SealedTooLong
-from kvmesh.frontend.apis.turns import TurnBody
+from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.conversation import (
     GenerateRequest,
     Message,
