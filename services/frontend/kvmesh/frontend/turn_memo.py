@@ -1,6 +1,6 @@
 """Results of the work on a conversation, of which the next turn repeats only the end. Pure.
 
-A request that continues an earlier one begins with the same message objects (`apis.turns.bodies`). Each
+A request that continues an earlier one begins with the same message objects (`apis.turns`). Each
 step of its preparation finds here how many of its items it has seen, and what it made of them.
 """
 
