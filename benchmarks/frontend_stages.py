@@ -53,7 +53,9 @@ async def _turns(model: ServedModel, bodies: list[bytes]) -> list[tuple[float, f
     rows = []
     for body in bodies:
         started = time.thread_time()
-        request = api.parse(body, {}, STAMP).request
+        turn = preparer.turns.open("", api.name, body)
+        request = api.parse(body, {}, STAMP, turn).request
+        turn.keep(request, "")
         parsed = time.thread_time()
         render(request, model)
         rendered = time.thread_time()

@@ -13,7 +13,7 @@ from kvmesh.frontend.apis.base import Api
 from kvmesh.frontend.apis.chat.api import Chat
 from kvmesh.frontend.apis.messages.api import Messages
 from kvmesh.frontend.apis.responses.api import Responses
-from kvmesh.frontend.apis.turns import MIN_BYTES, WINDOW, Turns
+from kvmesh.frontend.apis.turns.bodies import MIN_BYTES, WINDOW, Turns
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.turn_memo import NO_MEMO

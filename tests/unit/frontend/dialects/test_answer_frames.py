@@ -328,7 +328,7 @@ def rendered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     render = sandbox.render
 
-    def counted(chat: Any, variables: dict[str, Any], *rest: int) -> str:
+    def counted(chat: Any, variables: dict[str, Any], *rest: Any) -> str:
         counts.append(len(variables["messages"]))
         return render(chat, variables, *rest)
 

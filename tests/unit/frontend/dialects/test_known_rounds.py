@@ -45,7 +45,7 @@ def grown(rng: random.Random, messages: list[Message], number: int) -> list[Mess
         call("read", f"c{number}-{n}", path=rng.choice(WORDS)) for n in range(rng.randint(0, 2))
     ]
     answer = Message("assistant", [*blocks, *calls] or [Text("ok")])
-    results: list[Block] = [ToolResult(c.id, words[:1], rng.random() < 0.2) for c in calls]
+    results: list[Block] = [ToolResult(c.id, [*words[:1]], rng.random() < 0.2) for c in calls]
     if not results:
         return [*messages, answer, Message("user", [words[0]])]
     if kind == 1:
@@ -97,10 +97,10 @@ def steps(of: ChatTemplate, asked: GenerateRequest, memo: TurnMemo) -> int:
     """The rounds that a rendering runs."""
     counted, original = 0, sandbox.count_step
 
-    def counting(context: Any, value: object = None) -> None:
+    def counting(context: Any, _: object = None) -> None:
         nonlocal counted
         counted += 1
-        original(context, value)
+        original(context)
 
     sandbox.count_step = counting
     try:

@@ -13,7 +13,7 @@ from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 
 if TYPE_CHECKING:
-    from kvmesh.frontend.apis.turns import Turn  # which decodes with this module
+    from kvmesh.frontend.apis.turns.bodies import TurnBody  # which decodes with this module
 
 T = TypeVar("T")
 Headers = Mapping[str, str]
@@ -190,7 +190,7 @@ class Api(Protocol):
     def in_order(self) -> bool: ...
 
     def parse(
-        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: "Turn | None" = None
+        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: "TurnBody | None" = None
     ) -> ApiCall:
         """`turn` is the body beside an earlier one.
 

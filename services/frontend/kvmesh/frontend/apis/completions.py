@@ -25,7 +25,7 @@ from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.nvext import Nvext, ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.sampling import SamplingBody, check_special_tokens, to_sampling
-from kvmesh.frontend.apis.turns import Turn
+from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest, TextDelta
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 
@@ -66,7 +66,7 @@ class Completions:
     in_order = False
 
     def parse(
-        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn | None = None
+        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: TurnBody | None = None
     ) -> ApiCall:
         parsed = decode(_decoder, body)
         request = to_request(parsed, self.id_prefix + stamp.token)

@@ -10,7 +10,7 @@ from kvmesh.frontend.apis.chat.body import ChatBody, ChatMessage
 from kvmesh.frontend.apis.chat.body import to_request as chat_request
 from kvmesh.frontend.apis.faults import MISSING
 from kvmesh.frontend.apis.sampling import check_special_tokens, to_sampling
-from kvmesh.frontend.apis.turns import Turn
+from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import InvalidRequest
 
@@ -40,7 +40,7 @@ class Tokenize:
     name = "tokenize"
 
     def parse(
-        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn | None = None
+        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: TurnBody | None = None
     ) -> CountCall:
         return CountCall(self._request(decode(_tokenize, body)))
 
@@ -52,7 +52,7 @@ class Tokenize:
         if parsed.messages is not None:
             if parsed.prompt is not None:
                 raise InvalidRequest("`prompt` and `messages` exclude each other.", "prompt")
-            return chat_request(parsed, "tokenize", Turn(b""))
+            return chat_request(parsed, "tokenize", TurnBody(b""))
         if parsed.prompt is None:
             raise InvalidRequest("`prompt` or `messages` is required.", "prompt", MISSING)
         check_special_tokens(parsed.add_special_tokens)

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 from aiohttp import web
 
 from kvmesh.frontend.apis.base import Headers, RequestStamp, json_encode
-from kvmesh.frontend.apis.turns import Turn, Turns
+from kvmesh.frontend.apis.turns.bodies import TurnBody, Turns
 from kvmesh.frontend.auth.accounts import Scope
 from kvmesh.frontend.fair_threads import FairThreads
 from kvmesh.frontend.http.bodies import JSON, check_utf8, parse_heavy, read_body
@@ -29,7 +29,7 @@ class EndpointCall(Generic[T]):
     caller: Caller
     body: bytes
     parsed: T
-    turn: Turn
+    turn: TurnBody
     light: bool = True
 
     @property
@@ -43,7 +43,7 @@ class EndpointCall(Generic[T]):
 
 
 Answer = web.StreamResponse | bytes | dict[str, Any]  # bytes and dicts: a JSON body, status 200
-Parse = Callable[[bytes, Headers, RequestStamp, Turn], T]
+Parse = Callable[[bytes, Headers, RequestStamp, TurnBody], T]
 Action = Callable[[EndpointCall[T]], Awaitable[Answer]]
 
 
@@ -68,7 +68,7 @@ class EndpointFactory:
             if scope is not None:
                 caller.require_scope(scope)
             body = await read_body(http, self._settings, self._threads, caller.owner)
-            turn = self._turns.open(caller.tenant, api, body) if api else Turn(body)
+            turn = self._turns.open(caller.tenant, api, body) if api else TurnBody(body)
             if not turn.rest.isascii():
                 await check_utf8(turn.rest)
             light, stamp = turn.is_light, stamp_of(http)
@@ -93,7 +93,7 @@ class EndpointFactory:
             caller = caller_of(http)
             if scope is not None:
                 caller.require_scope(scope)
-            return _response(await act(EndpointCall(http, caller, b"", None, Turn(b""))))
+            return _response(await act(EndpointCall(http, caller, b"", None, TurnBody(b""))))
 
         return handle
 

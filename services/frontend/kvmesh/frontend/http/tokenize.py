@@ -4,7 +4,7 @@ from typing import Protocol
 
 from kvmesh.frontend.apis.base import CountCall, Headers, RequestStamp, json_encode
 from kvmesh.frontend.apis.tokens import DetokenizeBody, parse_tokens
-from kvmesh.frontend.apis.turns import Turn
+from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ContextExceeded
 from kvmesh.frontend.fair_threads import FairThreads
@@ -25,7 +25,7 @@ class CountingApi(Protocol):
     def name(self) -> str: ...
 
     def parse(
-        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn | None = None
+        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: TurnBody | None = None
     ) -> CountCall: ...
 
     def answer(self, request: GenerateRequest, prompts: list[bytes], context: int) -> bytes:

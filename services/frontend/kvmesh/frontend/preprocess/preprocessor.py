@@ -12,7 +12,7 @@ from kvmesh.bus.messages import ComputedAhead, Guided, PromptParts, Retain, Show
 from kvmesh.frontend.answers.answer import AnswerNames, AnswerRun, answer_runs, is_call
 from kvmesh.frontend.answers.restore import KnownAnswer, restore
 from kvmesh.frontend.answers.store import AnswerStore
-from kvmesh.frontend.apis.turns import Turns
+from kvmesh.frontend.apis.turns.bodies import Turns
 from kvmesh.frontend.cache_account.comparison import PromptComparison
 from kvmesh.frontend.conversation import GenerateRequest, Message, RenderedPrompt
 from kvmesh.frontend.dialects.errors import TemplateError

@@ -22,7 +22,7 @@ from kvmesh.frontend.apis.chat.body import ChatBody, to_request, without_effect
 from kvmesh.frontend.apis.nvext import ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.transcript import PartKind, Transcript
-from kvmesh.frontend.apis.turns import Turn
+from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.conversation import (
     GAP,
     AnswerEvent,
@@ -44,9 +44,9 @@ class Chat:
     in_order = False
 
     def parse(
-        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn | None = None
+        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: TurnBody | None = None
     ) -> ApiCall:
-        turn = turn or Turn(body)
+        turn = turn or TurnBody(body)
         parsed = turn.decode(_decoder)
         request = to_request(parsed, self.id_prefix + stamp.token, turn)
         apply_hints(request, headers, parsed.nvext, parsed.prompt_cache_key)

@@ -19,7 +19,7 @@ from kvmesh.frontend.apis.content.tagged import Reading
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.sampling import SamplingBody, to_sampling
 from kvmesh.frontend.apis.tool_definitions import ToolDefinitions
-from kvmesh.frontend.apis.turns import Turn
+from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.conversation import (
     GAP,
     Block,
@@ -205,7 +205,7 @@ UNSUPPORTED = UnsupportedFields(
 )
 
 
-def to_request(body: ChatBody, request_id: str, turn: Turn) -> GenerateRequest:
+def to_request(body: ChatBody, request_id: str, turn: TurnBody) -> GenerateRequest:
     """The internal request; raises InvalidRequest with the invalid field.
 
     `body` lacks the messages that `turn` knows.

@@ -24,7 +24,7 @@ from kvmesh.frontend.apis.nvext import ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, session_in_user_id, unknown_headers
 from kvmesh.frontend.apis.sealed_reasoning import seal
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
-from kvmesh.frontend.apis.turns import Turn
+from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import STATUS, ApiError, ContextExceeded, InvalidRequest, Kind
 from kvmesh.hashing import TOKEN_BYTES
@@ -66,13 +66,13 @@ class ThreadsUnsupported(InvalidRequest):
 
 
 def parse_body(
-    body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn | None = None
+    body: bytes, headers: Headers, stamp: RequestStamp, turn: TurnBody | None = None
 ) -> tuple[MessagesBody, GenerateRequest]:
     """The body and its request, of a message or of token counting.
 
     The body lacks the messages that `turn` knows.
     """
-    turn = turn or Turn(body)
+    turn = turn or TurnBody(body)
     parsed = turn.decode(_decoder)
     if parsed.thread:
         raise ThreadsUnsupported
@@ -121,7 +121,7 @@ class Messages:
     in_order = True
 
     def parse(
-        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn | None = None
+        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: TurnBody | None = None
     ) -> ApiCall:
         parsed, request = parse_body(body, headers, stamp, turn)
         return ApiCall(request, MessagesAnswer(request, omits_thinking(parsed)))
@@ -133,7 +133,7 @@ class CountTokens:
     name = "count_tokens"
 
     def parse(
-        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn | None = None
+        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: TurnBody | None = None
     ) -> CountCall:
         return CountCall(parse_body(body, headers, stamp, turn)[1])
 

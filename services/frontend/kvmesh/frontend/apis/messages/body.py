@@ -22,7 +22,7 @@ from kvmesh.frontend.apis.messages.context_management import ContextManagement, 
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.sampling import MAX_TOKENS, stop_strings
 from kvmesh.frontend.apis.tool_definitions import ToolDefinitions
-from kvmesh.frontend.apis.turns import Turn
+from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.conversation import GenerateRequest, Message, Text, Tool, ToolChoice
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.retention.hints import CacheMark
@@ -107,7 +107,7 @@ UNSUPPORTED = UnsupportedFields(
 )
 
 
-def to_request(body: MessagesBody, request_id: str, turn: Turn) -> GenerateRequest:
+def to_request(body: MessagesBody, request_id: str, turn: TurnBody) -> GenerateRequest:
     """The internal request; raises InvalidRequest with the invalid field.
 
     `body` lacks the messages that `turn` knows.
@@ -155,7 +155,7 @@ def _sampling(body: MessagesBody) -> Sampling:
     )
 
 
-def _messages(body: MessagesBody, reading: MessagesReading, turn: Turn) -> list[Message]:
+def _messages(body: MessagesBody, reading: MessagesReading, turn: TurnBody) -> list[Message]:
     system = to_blocks(body.system or "", "system", reading)
     new = [
         to_messages(message.role, message.content, f"messages.{index}.content", reading)

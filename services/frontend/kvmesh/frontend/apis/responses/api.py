@@ -42,7 +42,7 @@ from kvmesh.frontend.apis.responses.references import (
     resolve,
 )
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
-from kvmesh.frontend.apis.turns import Turn
+from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import ApiError, ContextExceeded, Kind
 from kvmesh.hashing import TOKEN_BYTES
@@ -57,7 +57,7 @@ _decoder = msgspec.json.Decoder(ResponsesBody)
 
 
 def parse_body(
-    body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn
+    body: bytes, headers: Headers, stamp: RequestStamp, turn: TurnBody
 ) -> tuple[ResponsesBody, GenerateRequest]:
     """The body and its request, of a response or of token counting.
 
@@ -80,9 +80,9 @@ class Responses:
     in_order = True
 
     def parse(
-        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn | None = None
+        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: TurnBody | None = None
     ) -> ApiCall:
-        turn = turn or Turn(body)
+        turn = turn or TurnBody(body)
         parsed, request = parse_body(body, headers, stamp, turn)
         answer = ResponsesAnswer(request, parsed, stamp)
         return ApiCall(request, answer, ResponsesThread(request, parsed, answer, turn.items))
@@ -94,7 +94,7 @@ class InputTokens:
     name = "input_tokens"
 
     def parse(
-        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn | None = None
+        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: TurnBody | None = None
     ) -> CountCall:
         call = Responses().parse(body, headers, stamp, turn)
         return CountCall(call.request, call.thread)

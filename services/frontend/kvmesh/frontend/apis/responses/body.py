@@ -41,7 +41,7 @@ from kvmesh.frontend.apis.responses.tool_bodies import (
 )
 from kvmesh.frontend.apis.sampling import MAX_TOKENS
 from kvmesh.frontend.apis.sealed_reasoning import SealedTooLong
-from kvmesh.frontend.apis.turns import Turn
+from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.conversation import (
     GenerateRequest,
     Message,
@@ -144,7 +144,7 @@ UNSUPPORTED = UnsupportedFields(
 _item = msgspec.json.Decoder(Item)
 
 
-def to_request(body: ResponsesBody, request_id: str, turn: Turn) -> GenerateRequest:
+def to_request(body: ResponsesBody, request_id: str, turn: TurnBody) -> GenerateRequest:
     """The internal request; raises InvalidRequest with the invalid field.
 
     `body` lacks the items that `turn` knows.

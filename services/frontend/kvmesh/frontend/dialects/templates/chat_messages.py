@@ -306,7 +306,7 @@ class _MessageWriter:
         self.count = count
 
     def state(self) -> _WriterState:
-        """What the turns so far tell about later ones."""
+        """The state behind the turns so far, on which later ones depend."""
         return _WriterState(self.count, dict(self._calls), set(self._plain))
 
     def restore(self, state: _WriterState) -> None:

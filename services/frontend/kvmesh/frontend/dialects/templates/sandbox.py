@@ -21,8 +21,8 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from kvmesh.frontend.dialects.errors import TemplateError
-from kvmesh.frontend.dialects.templates import loop_memo
-from kvmesh.frontend.dialects.templates.loop_memo import Rendering
+from kvmesh.frontend.dialects.templates.loops import analysis
+from kvmesh.frontend.dialects.templates.loops.rendering import Rendering
 from kvmesh.frontend.dialects.templates.prompt_json import RepeatedEntry, dumps
 from kvmesh.frontend.turn_memo import TurnMemo
 
@@ -62,7 +62,7 @@ class Environment(ImmutableSandboxedEnvironment):
         )
         self.filters.update(tojson=tojson, **{_COUNT_STEP: count_step, _CHECK_SIZE: check_size})
         self.filters.update(
-            {loop_memo.BEGIN: begin_loop, loop_memo.ROUND: begin_round, loop_memo.ITEM: read_item}
+            {analysis.BEGIN: begin_loop, analysis.ROUND: begin_round, analysis.ITEM: read_item}
         )
         self.globals["raise_exception"] = raise_exception
         # one Undefined per name serves all dicts that lack it
@@ -70,7 +70,7 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template: nodes.Template = _Instrumenter().visit(super()._parse(source, name, filename))
-        loop_memo.instrument(template)
+        analysis.instrument(template)
         return _with_location(template)
 
     def getattr(self, obj: Any, attribute: str) -> Any:

@@ -21,15 +21,17 @@ from kvmesh.frontend.apis.base import decode
 from kvmesh.frontend.apis.content.tagged import Reading
 from kvmesh.frontend.conversation import GenerateRequest, Message
 from kvmesh.frontend.errors import InvalidRequest
-from kvmesh.frontend.json_bounds import COMPOUND_WEIGHT, MAX_VALUES, is_light, separators
+from kvmesh.frontend.json_bounds import MAX_VALUES, is_light, separators
 from kvmesh.frontend.turn_memo import TurnMemo
 from kvmesh.runtime.fair_lru import FairLru
 
 MIN_BYTES = 16 << 10  # shorter bodies are decoded in little time
-MAX_BYTES = 1 << 20  # of a body whose new part may be light to work on
+LIGHT_BYTES = 1 << 20  # of a body whose new part may be light to work on
+MAX_BYTES = 2 << 20  # longer bodies would occupy the event loop for too long
 WINDOW = 64  # bytes before a power of two by which an earlier body is found
 SIZE = 4  # times its bytes: an earlier body with its messages and what their memo holds of them
 ITEM_BYTES = 1000
+VALUE_BYTES = 16  # for each separator; templates show arguments of calls as values
 PROBE = 64  # bytes of an item that are searched
 _COMMA = re.compile(rb"[ \t\n\r]*,[ \t\n\r]*")
 
@@ -58,8 +60,7 @@ class EarlierBody(NamedTuple):
     """A body up to the end of its last item, and the messages that were made of its items.
 
     `start` is the offset of the first item, `ends` are those behind each; `made` counts the
-    messages of the items up to each. `values` is the estimated number of JSON values, 0 of a body
-    that cannot have too many.
+    messages of the items up to each. `values` is the estimated number of JSON values.
     """
 
     body: bytes
@@ -85,7 +86,7 @@ class EarlierBody(NamedTuple):
         return count if count and self.ends[count - 1] >= MIN_BYTES else 0
 
 
-class Turn:
+class TurnBody:
     """One body. `known` are the messages of its first `count` items, which are not decoded again.
 
     `rest` is the body without them.
@@ -111,10 +112,8 @@ class Turn:
         if after is None:
             return
         rest = b"%b%b,%b" % (self.body[: earlier.start], self._marker, self.body[after.end() :])
-        if COMPOUND_WEIGHT * len(self.body) > MAX_VALUES:
-            known = earlier.values or separators(earlier.body)
-            if known + separators(rest) > MAX_VALUES:
-                return
+        if earlier.values + separators(rest) > MAX_VALUES:
+            return
         self.count, self.rest, self._earlier = count, rest, earlier
         self.known, self.memo = earlier.messages[: earlier.made[count - 1]], earlier.memo
 
@@ -125,7 +124,7 @@ class Turn:
     @property
     def is_light(self) -> bool:
         """True if the event loop may work on what is new in the body."""
-        return is_light(self.rest) and (not self.count or len(self.body) < MAX_BYTES)
+        return is_light(self.rest) and (not self.count or len(self.body) < LIGHT_BYTES)
 
     def decode(self, decoder: "msgspec.json.Decoder[B]", field: Field = "messages") -> B:
         """The body, in whose `field` the first `count` items are missing; raises InvalidRequest."""
@@ -181,9 +180,9 @@ class Turn:
         """
         if self._turns is None or self._made is None or request.cache_salt != tenant:
             return
-        request.memo = self.memo
-        found = self._measured(*self._made) if len(self.body) >= MIN_BYTES else None
+        found = self._measured(*self._made) if _is_kept(self.body) else None
         if found is not None:
+            request.memo = self.memo
             self._turns.put(self._key, found, self._earlier)
 
     def _measured(self, made: Sequence[int], messages: Sequence[Message]) -> EarlierBody | None:
@@ -212,10 +211,7 @@ class Turn:
                 return None
             end += len(item)
             ends.append(end)
-        values = 0
-        if COMPOUND_WEIGHT * end > MAX_VALUES:
-            known = earlier.values if earlier is not None else 0
-            values = known + separators(body[before if known else 0 : end])
+        values = separators(body[before:end]) + (earlier.values if earlier is not None else 0)
         return EarlierBody(body[:end], start, ends, [*counts, *made], messages, values, self.memo)
 
 
@@ -235,10 +231,10 @@ class Turns:
         """About the bytes in memory."""
         return self._bodies.size
 
-    def open(self, tenant: str, api: str, body: bytes) -> Turn:
+    def open(self, tenant: str, api: str, body: bytes) -> TurnBody:
         """The body as a turn of a conversation that the tenant has begun in this API."""
-        turn = Turn(body, self, (tenant, api))
-        size = 1 << len(body).bit_length() - 1 if len(body) >= MIN_BYTES else 0
+        turn = TurnBody(body, self, (tenant, api))
+        size = 1 << len(body).bit_length() - 1 if _is_kept(body) else 0
         while size >= MIN_BYTES:
             key = tenant, api, size, body[size - WINDOW : size]
             earlier = self._bodies.get(owner(tenant), key)
@@ -257,10 +253,15 @@ class Turns:
             self._bodies.put(of, (*key, *_place(body.body)), body)
 
 
+def _is_kept(body: bytes) -> bool:
+    return MIN_BYTES <= len(body) <= MAX_BYTES
+
+
 def _place(body: bytes) -> tuple[int, bytes]:
     size = 1 << len(body).bit_length() - 1
     return size, body[size - WINDOW : size]
 
 
 def _size(_: Key, body: EarlierBody) -> int:
-    return SIZE * len(body.body) + ITEM_BYTES * len(body.ends)
+    sizes = SIZE * len(body.body), ITEM_BYTES * len(body.ends), VALUE_BYTES * body.values
+    return sum(sizes)

@@ -1,0 +1,1 @@
+"""Turns of conversations, whose bodies repeat earlier ones."""
