@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
 
 import msgspec
 from msgspec import Raw, Struct
@@ -168,7 +169,7 @@ class StreamKeeper:
             if self._made_at < asked - recent:
                 try:
                     async with asyncio.timeout(PASS_S):
-                        await self._make()
+                        await self._make(self._found)
                 except (BusError, TimeoutError) as error:
                     log.debug("streams not made yet: %s", cause(error))
                     return False
@@ -202,7 +203,7 @@ class StreamKeeper:
         if not self._bus.connected:
             return
         async with self._making:
-            await self._make()
+            await self._make(partial(stream_names, self._bus))
         for name, restore in list(self._restorers.items()):
             try:
                 await restore()
@@ -212,12 +213,13 @@ class StreamKeeper:
                     log.warning("cannot restore %s, retrying: %s", name, cause(error))
                 self._failing.add(name)
 
-    async def _make(self) -> None:
-        missing = await self._missing()
+    async def _make(self, find: Callable[[], Awaitable[set[str]]]) -> None:
+        """Make what `find` does not find, and note the states of all now and then."""
+        missing = await self._missing(find)
         if any(self._there_since.get(name) == self._bus.connected_at for name in missing):
             # deleted just now: a server breaks a stream that is made while it deletes the former
             await asyncio.sleep(SETTLE_S)
-            missing = await self._missing()
+            missing = await self._missing(find)
         absent = {}
         for name in missing:
             if reason := await self._make_one(name, self._bus.specs[name]):
@@ -229,9 +231,19 @@ class StreamKeeper:
                 await self._look(name)
             self._looks_due = 1 if self._tells else self._readers // READERS_PER_LOOK
 
-    async def _missing(self) -> list[str]:
+    async def _found(self) -> set[str]:
+        """Those of the expected streams that the server has."""
+        subject = "$JS.API.STREAM.INFO."
+        names = list(self._bus.specs)
+        infos = await asyncio.gather(*(self._request(f"{subject}{name}") for name in names))
+        gone = {
+            n for n, i in zip(names, infos, strict=True) if i.error and i.error.code == NOT_FOUND
+        }
+        return set(names) - gone
+
+    async def _missing(self, find: Callable[[], Awaitable[set[str]]]) -> list[str]:
         """The expected streams that the server does not have."""
-        names, connected_at = await stream_names(self._bus), self._bus.connected_at
+        names, connected_at = await find(), self._bus.connected_at
         specs = list(self._bus.specs.items())
         self._there_since.update({name: connected_at for name, _ in specs if name in names})
         return [
