@@ -17,7 +17,7 @@ from support.wait import PATIENCE_S, eventually
 from support.weights import Agents, make_weights
 
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.connection.permission_probe import refused_subjects
+from kvmesh.bus.connection.refused.permission_probe import refused_subjects
 from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.errors import NotPermitted

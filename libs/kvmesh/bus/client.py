@@ -30,9 +30,9 @@ from kvmesh.bus.connection.lame_duck import LameDuck
 from kvmesh.bus.connection.login import Login
 from kvmesh.bus.connection.options import BusOptions as BusOptions
 from kvmesh.bus.connection.outbox import Outbox
-from kvmesh.bus.connection.refusals import Refusals
+from kvmesh.bus.connection.refused.refusals import Refusals
+from kvmesh.bus.connection.refused.violations import violation
 from kvmesh.bus.connection.translation import bus_errors, to_bus_error
-from kvmesh.bus.connection.violations import violation
 from kvmesh.bus.errors import (
     BusError,
     BusTimeout,
@@ -237,6 +237,16 @@ class Bus:
         if found is None:
             found = self._buckets[name] = Bucket(name, self.js.context, self._storing)
         return found
+
+    @property
+    def is_clustered(self) -> bool:
+        """True if the server of this connection is one of a cluster."""
+        return self.client.is_clustered
+
+    async def ask(self, subject: str, timeout: float) -> bytes:
+        """The server's own reply to an empty request, as it is; raises BusError."""
+        with bus_errors(subject):
+            return (await self.client.request(subject, b"", timeout=timeout)).data
 
     def new_inbox(self) -> str:
         """An unguessable subject for replies."""

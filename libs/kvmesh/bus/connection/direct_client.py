@@ -32,7 +32,7 @@ from kvmesh.bus.connection.api_errors import TOO_MANY_SUBSCRIPTIONS, with_limit
 from kvmesh.bus.connection.login import WEBSOCKET, Login
 from kvmesh.bus.connection.oversized import without_oversized
 from kvmesh.bus.connection.protocol_parser import MessageParser
-from kvmesh.bus.connection.violations import PROBE_REPLY
+from kvmesh.bus.connection.refused.violations import PROBE_REPLY
 from kvmesh.bus.errors import CredentialsUnusable, cause
 from kvmesh.bus.subjects import ROOT
 

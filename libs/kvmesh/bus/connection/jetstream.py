@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from nats.aio.client import Client
 from nats.js.api import (
+    AccountInfo,
     ConsumerInfo,
     ObjectMeta,
     ObjectMetaOptions,
@@ -15,6 +16,7 @@ from nats.js.api import (
     StorageType,
     StreamConfig,
     StreamInfo,
+    Tier,
 )
 from nats.js.client import JetStreamContext
 from nats.js.errors import APIError
@@ -26,7 +28,7 @@ from kvmesh.bus.connection.api_errors import BYTES_REQUIRED
 from kvmesh.bus.connection.translation import bus_errors, raising_bus_errors
 from kvmesh.bus.subjects import API, through
 
-__all__ = ["Bucket", "Entry", "JetStream", "ObjectStore", "StreamInfo"]
+__all__ = ["AccountInfo", "Bucket", "Entry", "JetStream", "ObjectStore", "StreamInfo", "Tier"]
 Entry = KeyValue.Entry
 P = ParamSpec("P")
 R = TypeVar("R")

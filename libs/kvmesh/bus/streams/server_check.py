@@ -79,7 +79,7 @@ async def check_server(bus: Bus) -> str:
     except JetStreamError as error:
         absent = isinstance(error, JetStreamUnavailable) and error.code == 503
         # no process listens on JetStream's subjects; in a cluster, one may soon
-        if absent and error.err_code is None and not bus.client.is_clustered:
+        if absent and error.err_code is None and not bus.is_clustered:
             raise ServerUnfit(_absence(bus)) from error
         if error.err_code == NOT_FOR_ACCOUNT:
             advice = ADVICE[NOT_FOR_ACCOUNT]

@@ -12,12 +12,10 @@ from typing import Any
 
 import msgspec
 from msgspec import Raw
-from nats.js.api import AccountInfo, Tier
 
 from kvmesh.bus.client import Bus, RawMessage
 from kvmesh.bus.connection.api_errors import NOT_FOR_ACCOUNT
-from kvmesh.bus.connection.jetstream import StreamInfo
-from kvmesh.bus.connection.translation import bus_errors
+from kvmesh.bus.connection.jetstream import AccountInfo, StreamInfo, Tier
 from kvmesh.bus.errors import (
     BusError,
     BusTimeout,
@@ -57,7 +55,7 @@ async def gather_facts(bus: Bus, settings: Settings) -> Facts:
         namespace=bus.options.namespace,
         server=bus.server,
         version=bus.server_version,
-        clustered=bus.client.is_clustered,
+        clustered=bus.is_clustered,
         max_payload=bus.max_payload,
         replicas=settings.nats.replicas,
     )
@@ -287,9 +285,7 @@ class _Gathering:
         return [Clock(name, skew) for name, skew in ahead.items()]
 
     async def _json(self, subject: str) -> dict[str, Any]:
-        with bus_errors(subject):
-            reply = await self._bus.client.request(subject, b"", timeout=ASK_S)
-        found = json.loads(reply.data)
+        found = json.loads(await self._bus.ask(subject, ASK_S))
         return found if isinstance(found, dict) else {}
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.connection.permission_probe import ProbeFailed, refused_subjects
+from kvmesh.bus.connection.refused.permission_probe import ProbeFailed, refused_subjects
 from kvmesh.bus.connection.translation import bus_errors
 from kvmesh.bus.errors import NotPermitted
 from kvmesh.bus.permissions import ANY, Permissions, User, permissions

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvmesh.bus.connection.violations import Violation, violation
+from kvmesh.bus.connection.refused.violations import Violation, violation
 
 SAID = [
     ('publish to "A.b"', Violation(True, "A.b")),

@@ -6,8 +6,8 @@ first, and refuses each permitted one for its reply.
 """
 
 from kvmesh.bus.connection.direct_client import DirectClient
-from kvmesh.bus.connection.refusals import Refusals
-from kvmesh.bus.connection.violations import Violation
+from kvmesh.bus.connection.refused.refusals import Refusals
+from kvmesh.bus.connection.refused.violations import Violation
 from kvmesh.bus.permissions import Permissions, sample_of
 from kvmesh.bus.subjects import API
 

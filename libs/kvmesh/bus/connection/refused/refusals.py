@@ -13,8 +13,8 @@ from nats.errors import Error as NatsError
 
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.connection.direct_client import DirectClient, PermissionDenied
+from kvmesh.bus.connection.refused.violations import Violation
 from kvmesh.bus.connection.translation import RECEIVE
-from kvmesh.bus.connection.violations import Violation
 from kvmesh.bus.errors import NotPermitted, cause
 from kvmesh.bus.faults import REFUSED, BusFaults
 from kvmesh.bus.metrics import BusCounts
