@@ -10,6 +10,7 @@ from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import BusTimeout
 from kvmesh.bus.streams import reader
 from kvmesh.bus.streams.configuration import ensure_streams
 from kvmesh.bus.streams.reader import SILENCE_S, Start, StreamMessage, StreamReader
@@ -154,8 +155,14 @@ async def test_a_new_connection_ends_a_long_delay(
     monkeypatch.setattr(reader, "Backoff", SlowSecondDelay)
     follower = Follower(bus)
     await follower.reader.open()
-    await bus.js.context.delete_stream(bus.subjects.route_stream)
-    await eventually(lambda: 3600.0 in delays)
+
+    async def out_of_reach(_: object) -> None:
+        raise BusTimeout("the server does not reply")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(bus, "using", out_of_reach)
+        await bus.js.context.delete_stream(bus.subjects.route_stream)
+        await eventually(lambda: 3600.0 in delays)
     await ensure_streams(bus)
     await bus.client.force_reconnect()
     await write(bus, "a")

@@ -303,7 +303,7 @@ async def test_commands_and_services_report_unusable_credentials_in_one_line(
     flags = ("--nats-credentials", str(file), "--nats", "nats://127.0.0.1:1")
     for command, status in (("doctor", 1), ("worker", 2), ("up", 1)):
         done = await asyncio.to_thread(forks.run, (command, *flags), os.environ, PATIENCE_S)
-        lines = done.stderr.splitlines()
+        lines = (done.stdout if command == "doctor" else done.stderr).splitlines()
         assert done.returncode == status
         assert len(lines) == 1
         assert f"nats.credentials: {file} is empty" in lines[0]

@@ -454,8 +454,12 @@ class DirectClient(Client):
 
     @property
     def is_clustered(self) -> bool:
-        """True if the server of this connection is one of a cluster."""
-        return bool(self._server_info.get("cluster"))
+        """True if the server of this connection is one of a cluster.
+
+        A leaf node alone calls itself a cluster of its own name.
+        """
+        cluster = self._server_info.get("cluster")
+        return bool(cluster) and cluster != self._server_info.get("server_name")
 
     @property
     def awaits_replies(self) -> bool:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from support.wait import eventually
 
-from kvmesh.bus.client import Bus
+from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.connection.jetstream import Bucket
 from kvmesh.bus.errors import BusError, NotFound
 from kvmesh.bus.subjects import Subjects
@@ -71,9 +71,13 @@ class Store(AnswerStore):
             subjects=Subjects(),
             store=bucket.store,
             post=bucket.post,
+            bucket=lambda _: cast(Bucket, bucket),
+            options=BusOptions(),
+            js=SimpleNamespace(stored_through=str),
+            keeper=None,
+            specs={},
         )
         super().__init__(cast(Bus, bus), max_bytes, stored, 60.0)
-        self._bucket = cast(Bucket, bucket)
 
     async def found(self, tenant: str, name: str) -> Answer | None:
         known = (await self.find(tenant, [name])).get(name)

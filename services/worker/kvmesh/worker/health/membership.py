@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 
 import msgspec
 
-from kvmesh.bus.absence import GONE_S
+from kvmesh.bus.absence import REJOIN_S
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.compatibility import CardProfile, Compatibility, namesakes
 from kvmesh.bus.discovery.leases import Lease
@@ -21,7 +21,7 @@ from kvmesh.worker.engine import EngineConfigError, EngineError
 
 log = logging.getLogger(__name__)
 CHECK_S = 30.0
-PING_S = GONE_S + 0.5
+PING_S = REJOIN_S + 0.5  # a worker that starts has connected just now
 SEEN_S, SEEN_POLL_S = 30.0, 0.05
 _cards = MessageDecoder(Instance)
 

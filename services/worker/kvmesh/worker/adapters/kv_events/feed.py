@@ -81,8 +81,10 @@ class EventFeed:
 
     def _on_gap(self, count: int) -> None:
         log.warning("rank %d: %d messages of KV events are lost", self.rank, count)
-        if self._dump_due is None:
-            due_at = max(self._dumped_at + DUMP_EVERY_S, self._loop.time())
+        due_at = self._dumped_at + DUMP_EVERY_S
+        if due_at <= self._loop.time():
+            self.dump()
+        elif self._dump_due is None:
             self._dump_due = self._loop.call_at(due_at, self.dump)
 
     def _publish(self, events: list[KvEvent]) -> None:
