@@ -25,7 +25,7 @@ from kvmesh.frontend.json_bounds import MAX_VALUES, is_light, separators
 from kvmesh.frontend.turn_memo import TurnMemo
 from kvmesh.runtime.fair_lru import FairLru
 
-MIN_BYTES = 16 << 10  # shorter bodies are decoded in little time
+MIN_BYTES = 64 << 10  # shorter bodies are decoded in little time
 LIGHT_BYTES = 1 << 20  # of a body whose new part may be light to work on
 MAX_BYTES = 2 << 20  # longer bodies would occupy the event loop for too long
 WINDOW = 64  # bytes before a power of two by which an earlier body is found
