@@ -203,6 +203,34 @@ def test_malformed_payloads_are_one_kind_of_error(payload: bytes) -> None:
         EventDecoder().decode(payload)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"block_size": -SIZE},
+        {"block_size": "4"},
+        {"block_size": None},
+        {"block_hashes": b"12345678"},
+        {"block_hashes": [1.5, 2]},
+        {"lora_name": ["a"]},
+        {"medium": 1},
+        {"token_ids": [[1, 2, 3]] * 8},
+        {"token_ids": [-1] * 8},
+        {"extra_keys": [None, None, ["a"]]},
+    ],
+)
+def test_fields_of_another_type_are_malformed(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="malformed KV event"):
+        decode(CACHE.stored(list(range(8))) | fields)
+
+
+@pytest.mark.parametrize("tokens", [[], [1], list(range(8))])
+def test_an_event_without_blocks_changes_nothing(tokens: list[int]) -> None:
+    books = ledger()
+    event = CACHE.stored(list(range(8))) | {"block_hashes": [], "token_ids": tokens}
+    assert books.apply(decode(event | {"extra_keys": None})) == []
+    assert books.apply(decode(event | {"extra_keys": None, "block_size": 1})) == []
+
+
 def test_an_embedded_engine_publishes_on_sockets_in_its_own_folder(tmp_path: Path) -> None:
     for endpoint in event_endpoints(tmp_path).values():
         assert endpoint.startswith(f"ipc://{tmp_path}/")

@@ -73,7 +73,9 @@ def fold_hash(value: int | bytes) -> int:
 
 
 def fold_hashes(values: list[Any]) -> list[int]:
-    """Each of an engine's block hashes as a uint64."""
+    """Each of an engine's block hashes as a uint64; raises TypeError for another value."""
+    if not isinstance(values, list):
+        raise TypeError(f"hashes are a list, not {type(values).__name__}")
     try:
         array("Q", values)  # the usual case, and the cheapest way to see it
     except (TypeError, OverflowError):

@@ -37,6 +37,7 @@ _FIELDS = {
 }
 _WHOLE_PREFIX = {None, "full_attention", "mla_attention", "sink_full_attention", "unknown"}
 _DECODER = MessageDecoder()
+_MALFORMED = (AttributeError, TypeError, ValueError)
 _Raw = dict[str, Any]
 
 
@@ -69,7 +70,7 @@ class EventDecoder:
                     elif kind == "AllBlocksCleared":
                         found.append(AllCleared())
             return found
-        except (msgspec.MsgspecError, LookupError, TypeError, ValueError, OverflowError) as error:
+        except (msgspec.MsgspecError, LookupError, ArithmeticError, *_MALFORMED) as error:
             raise ValueError(f"malformed KV event: {error!r}") from error
 
     def _choose_group(self, raws: list[_Raw]) -> bool:
@@ -95,12 +96,15 @@ def _named(raw: Any) -> _Raw:
 
 def _stored(event: _Raw) -> BlocksStored:
     parent, adapter = event.get("parent_block_hash"), event.get("lora_name")
+    size = event["block_size"]
+    if type(size) is not int or size < 0 or not isinstance(adapter, str | None):
+        raise ValueError(f"block_size {size!r}, lora_name {adapter!r}")
     salt, extras = _keys(event, parent is None, adapter)
     return BlocksStored(
         fold_hashes(event["block_hashes"]),
         None if parent is None else fold_hash(parent),
         _tokens(event["token_ids"]),
-        event["block_size"],
+        size,
         _tier(event),
         salt,
         adapter,

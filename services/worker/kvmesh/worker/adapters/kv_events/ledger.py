@@ -138,6 +138,8 @@ class CacheLedger:
         )
 
     def _store(self, event: BlocksStored) -> list[KvEvent]:
+        if not event.hashes:
+            return []
         if event.tokens and event.block_size != self.block_size:
             return self._store_chunks(event)
         if (event.tier or not event.tokens) and (known := self._known(event.hashes)):
