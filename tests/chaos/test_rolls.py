@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from support.mesh import Mesh, stream_env
+from support.mesh import Mesh, is_healthy, stream_env
 from support.nats import SERVER, free_port
 from support.nats_cluster import Cluster, Member, is_settled
 from support.traffic import Traffic, distinct_prompts
@@ -104,6 +104,7 @@ async def staged(stack: AsyncExitStack, folder: Path, binary: Path, frontends: i
         mesh.start("frontend", f"frontend-{number}", KVMESH_FRONTEND_PORT=str(port))
         urls.append(f"http://127.0.0.1:{port}")
     await mesh.ready()
+    await eventually(lambda: all(map(is_healthy, urls)), what="all frontends are ready")
     await eventually(lambda: mesh.live_workers() == 2)
     bus = await Bus.connect(mesh.options, "test")
     stack.push_async_callback(bus.close)

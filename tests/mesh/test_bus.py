@@ -608,3 +608,19 @@ async def test_a_reply_that_arrived_while_the_process_was_stopped_counts(
             await own.close()
 
     assert (await asyncio.to_thread(uvloop.run, stopped())).ok
+
+
+async def test_a_request_that_repeats_survives_its_loss(bus: Bus) -> None:
+    received = 0
+
+    def answer(_: Ping, reply: Reply) -> None:
+        nonlocal received
+        received += 1
+        if received > 1:  # the first one is lost
+            reply(ControlReply(ok=True))
+
+    subject = bus.subjects.ping("w")
+    await bus.serve(subject, PING, answer)
+    reply = await bus.request(subject, Ping(), CONTROL_REPLY, PATIENCE_S, repeats=True)
+    assert reply.ok
+    assert received == 2

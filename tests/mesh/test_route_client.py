@@ -18,13 +18,17 @@ from support.routers import (
 from support.routing import request, sequence
 from support.wait import PATIENCE_S, eventually
 
-from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.client import Bus, BusOptions, Reply
 from kvmesh.bus.discovery.directory import Directory
+from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.discovery.peer_choice import TURN_S, Peers
+from kvmesh.bus.discovery.ping import answer_pings
 from kvmesh.bus.messages import (
     Decision,
+    Instance,
     MessageDecoder,
     Refused,
+    Role,
     Routed,
     RouteRequest,
     SeqBatch,
@@ -290,3 +294,45 @@ async def test_without_any_router_a_query_is_refused_at_once(
         answer = await query_client.request("m", compose, DEADLINE_S)
         assert isinstance(answer, Refused)
         assert answer.code == "unavailable"
+
+
+async def test_a_reply_that_a_router_lost_with_its_connection_is_sent_again(stage: Stage) -> None:
+    replies: list[bytes] = []
+    inbox = stage.bus.new_inbox()
+    await stage.bus.subscribe_raw(inbox, lambda msg: replies.append(msg.data))
+    router = stage.routers[0]
+    subject = stage.bus.subjects.router_at("m", router.service.instance)
+    stage.bus.post(subject, request("q", sequence(1), deadline_s=DEADLINE_S), inbox)
+    await eventually(lambda: len(replies) == 1)
+    for reconnected in router.service.bus.on_reconnect:
+        reconnected()
+    await eventually(lambda: len(replies) == 2)
+    assert replies[0] == replies[1]
+
+
+async def test_a_query_that_was_lost_is_sent_again_to_a_router_that_replies(
+    bus: Bus, limits: StreamLimits
+) -> None:
+    received: list[str] = []
+
+    def answer(query: RouteRequest, reply: Reply) -> None:
+        received.append(query.request)
+        if len(received) > 1:  # the first one is lost
+            reply(Refused(code="no_workers", reason="none"))
+
+    card = Instance(instance="r-1", role=Role.ROUTER, name="r", version="0", started=0.0)
+    decoder: MessageDecoder[RouteRequest] = MessageDecoder(RouteRequest)
+    await bus.serve(bus.subjects.router_at("m", "r-1"), decoder, answer)
+    await answer_pings(bus, "r-1")
+    lease = Lease(bus, card, limits)
+    await lease.open()
+    async with _route_client(bus, limits, Clock()) as query_client:
+        await eventually(lambda: "r-1" in query_client.routers)
+
+        def compose(_: bool, arrived: float | None) -> RouteRequest:
+            return request("q", sequence(1), arrived=arrived)
+
+        assert isinstance(await query_client.request("m", compose, DEADLINE_S), Refused)
+        assert query_client.routers.trusts("r-1")
+    assert received == ["q", "q"]
+    await lease.close()

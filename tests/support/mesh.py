@@ -19,6 +19,15 @@ from support.nats import free_port
 from support.wait import PATIENCE_S, eventually
 
 
+def is_healthy(url: str) -> bool:
+    """True if the frontend at `url` is ready."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=PATIENCE_S) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
 def scrape(port: int) -> dict[str, float]:
     """The metrics at a port: sample with its labels → value."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as answer:
@@ -105,9 +114,8 @@ class Mesh:
 
     def _healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=PATIENCE_S) as answer:
-                shown = "frontend-0" not in self.processes or self.metrics()
-                return bool(answer.status == 200 and shown)
+            shown = "frontend-0" not in self.processes or self.metrics()
+            return bool(shown and is_healthy(self.url))
         except OSError:
             return False
 

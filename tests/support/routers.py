@@ -42,7 +42,7 @@ class RunningRouter:
     @property
     def last_read(self) -> int:
         """Stream sequence of the last active-sequence message read."""
-        return self.router._sequences.last_seq
+        return self.router._sequences.reader.last_seq
 
     async def stop(self) -> None:
         """Stop as on SIGTERM; raises the error of a failed router."""

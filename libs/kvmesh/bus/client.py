@@ -325,8 +325,11 @@ class Bus:
         decoder: MessageDecoder[T],
         timeout: float,
         at_once: bool = False,
+        repeats: bool = False,
     ) -> T:
         """Send a request and return its one reply.
+
+        One that `repeats` is sent again while there is no reply: its receiver handles it once.
 
         Raises RequestTimeout after `timeout` seconds, MessageTooLarge, NotPermitted, MalformedReply
         or NotConnected; NoResponder once no process has listened for so long that it is gone
@@ -334,7 +337,7 @@ class Bus:
         """
         data = encode(message)
         try:
-            reply = await self._asked(subject, data, timeout, at_once)
+            reply = await self._asked(subject, data, timeout, at_once, repeats)
         except NatsTimeoutError:
             raise RequestTimeout(subject, timeout) from None
         except (NatsError, OSError) as error:
@@ -344,10 +347,12 @@ class Bus:
         except msgspec.MsgspecError as error:
             raise MalformedReply(subject, error) from error
 
-    async def _asked(self, subject: str, data: bytes, timeout: float, at_once: bool) -> Msg:
+    async def _asked(
+        self, subject: str, data: bytes, timeout: float, at_once: bool, repeats: bool
+    ) -> Msg:
         """The reply; a request that no process has received is sent again while one may return."""
         try:
-            return await self.client.request(subject, data, timeout=timeout)
+            return await self.client.request(subject, data, timeout=timeout, repeats=repeats)
         except NoRespondersError:
             if at_once:
                 raise
@@ -358,7 +363,7 @@ class Bus:
             if (left := ends - loop.time()) <= 0:
                 raise NatsTimeoutError
             with contextlib.suppress(NoRespondersError):
-                return await self.client.request(subject, data, timeout=left)
+                return await self.client.request(subject, data, timeout=left, repeats=repeats)
         raise NoRespondersError
 
     async def subscribe(

@@ -123,7 +123,7 @@ def _router(s: Subjects, name: str) -> Grant:
         ],
         [
             *(s.router(ANY), s.router_at(ANY, own), s.ask(own), s.ping(own)),
-            *(s.load_all, s.tool_all, s.traces),
+            *(s.load_all, s.tool_all, s.traces, s.seq_all),
         ],
     )
 

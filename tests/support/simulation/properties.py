@@ -68,7 +68,7 @@ def violations(world: "World") -> list[str]:
             found.append(f"{router.node} is not ready")
         else:
             found += [f"{router.node} {text}" for text in _leftover_load(model)]
-            if router.router is not None and router.router._sequences._stale.is_set():
+            if router.router is not None and router.router._sequences.reader._stale.is_set():
                 found.append(f"{router.node} does not read the active sequences yet")
             if router.known_workers() != {worker.node for worker in workers}:
                 found.append(f"{router.node} has the workers {router.known_workers()}")
@@ -182,7 +182,7 @@ def order_differences(world: "World") -> list[str]:
     models = [
         _model(p)
         for p in world.alive(RouterProcess)
-        if p.router is not None and p.router._sequences.last_seq == last
+        if p.router is not None and p.router._sequences.reader.last_seq == last
     ]
     queues = [m.queue for m in models if m is not None]
     if len(queues) < 2:

@@ -13,6 +13,7 @@ LAYERS = [
         "worker_client",
         "placement_trace",
         "returns_report",
+        "sequence_feed",
     ],
     ["waiting"],
     ["placement"],

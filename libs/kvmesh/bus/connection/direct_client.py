@@ -42,6 +42,7 @@ MAX_BUFFERED = 256 << 10
 MAX_STARTS = 4096
 KEPT = f"{ROOT}."  # inboxes are used once
 CONSUMER_REPLY = PREFIX.encode()
+REPEAT_S = 0.3  # replies to repeated requests arrive much sooner
 REACH_S = 2.0  # for another server to accept a connection
 MIN_WAIT_S, MAX_WAIT_S = 0.02, 0.1  # between two attempts: a hundredth of the outage so far
 LATE_S = 0.1  # a timer is this late only if the process was stopped or stalled
@@ -108,6 +109,7 @@ class DirectClient(Client):
         self._handlers: dict[int, Handler] = {}
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
         self._requested: dict[str, str] = {}  # subjects of pending requests, by reply subject
+        self._repeated: dict[str, tuple[bytes, asyncio.TimerHandle]] = {}  # by reply subject
         self._inbox = ""
         self.inbox_refused = False  # then no reply arrives, and requests fail at once
         self._error_tasks: set[asyncio.Task[None]] = set()
@@ -239,6 +241,8 @@ class DirectClient(Client):
         self.ended_by = ""
         stream = getattr(self._transport, "_io_writer", None)
         self._writer = getattr(stream, "transport", None)
+        for reply_to in self._repeated:
+            self._publish_again(reply_to)
         reader = getattr(self._transport, "_io_reader", None)
         if isinstance(getattr(reader, "_buffer", None), bytearray):
             self._read_directly(reader)
@@ -354,7 +358,9 @@ class DirectClient(Client):
         timeout: float = 0.5,
         old_style: bool = False,
         headers: dict[str, Any] | None = None,
+        repeats: bool = False,
     ) -> Msg:
+        """The first reply; `repeats`: to a request that is sent again, as a server may lose it."""
         if not self._inbox:
             self._inbox = self.new_inbox()
             await self.subscribe_direct(self.own_inbox, self._on_reply)
@@ -367,12 +373,29 @@ class DirectClient(Client):
         self._requested[reply_to] = subject
         self._sizes[reply_to] = len(payload)
         timer = loop.call_later(timeout, _expire, future, loop.time() + timeout)
+        if repeats:
+            self._repeated[reply_to] = payload, loop.call_later(REPEAT_S, self._repeat, reply_to)
         try:
             await self.publish(subject, payload, reply_to, headers)
             return await future
         finally:
             timer.cancel()
+            if repeats:
+                self._repeated.pop(reply_to)[1].cancel()
             del self._waiting[reply_to], self._requested[reply_to], self._sizes[reply_to]
+
+    def _repeat(self, reply_to: str) -> None:
+        """Send a request again, and once more later."""
+        payload = self._publish_again(reply_to)
+        timer = self._own_loop.call_later(REPEAT_S, self._repeat, reply_to)
+        self._repeated[reply_to] = payload, timer
+
+    def _publish_again(self, reply_to: str) -> bytes:
+        """Send the same request; without a connection, that is left to the next one."""
+        payload = self._repeated[reply_to][0]
+        if not self._waiting[reply_to].done():
+            self.try_publish(self._requested[reply_to], payload, reply_to)
+        return payload
 
     @property
     def own_inbox(self) -> str:

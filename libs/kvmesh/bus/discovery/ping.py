@@ -12,7 +12,8 @@ _replies = MessageDecoder(ControlReply)
 
 async def ping(bus: Bus, instance: str, timeout: float, at_once: bool = False) -> None:
     """Return once `instance` replies; raises as `Bus.request` does."""
-    await bus.request(bus.subjects.ping(instance), Ping(), _replies, timeout, at_once)
+    subject = bus.subjects.ping(instance)
+    await bus.request(subject, Ping(), _replies, timeout, at_once, repeats=True)
 
 
 async def answer_pings(bus: Bus, instance: str) -> Subscription:

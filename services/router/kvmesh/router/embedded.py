@@ -27,7 +27,6 @@ from kvmesh.bus.messages import (
     Routed,
     RouteRequest,
     Sampling,
-    SeqBatch,
     SeqEvent,
     SeqFree,
     SeqPrefilled,
@@ -72,7 +71,6 @@ class EmbeddedRouter:
     def __init__(self, service: Service, router: ModelRouter) -> None:
         self._service = service
         self._router = router
-        self._seq_subject = service.bus.subjects.seq(router.model)
 
     @classmethod
     @asynccontextmanager
@@ -224,8 +222,7 @@ class EmbeddedRouter:
     async def _publish(self, event: SeqEvent) -> None:
         self._router.apply(event)
         self._router.schedule_placement()
-        batch = SeqBatch(self._service.instance, [event])
-        self._service.bus.post(self._seq_subject, batch)
+        self._router.publish([event])
 
     async def _place(self, request: RouteRequest) -> Routed:
         future: asyncio.Future[object] = asyncio.get_running_loop().create_future()

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -23,7 +25,6 @@ from kvmesh.bus.messages import (
     Refused,
     Routed,
     RouteRequest,
-    SeqBatch,
     SeqEvent,
     SeqFree,
     UnknownBase,
@@ -44,6 +45,7 @@ from kvmesh.runtime.service import Service
 log = logging.getLogger(__name__)
 # The clock is time.monotonic: under uvloop, loop.time has a resolution of 1 ms.
 QUEUE_GROUP = "router"
+REPEAT_S = 2.0  # a broken connection is noticed and made again within this time
 LEAVE_S = 1.0  # for refusing the requests in flight
 MAX_FORECASTS = 1024  # in one message
 MOVED = Refused(code="unavailable", reason="this router is stopping", moved=True)
@@ -68,11 +70,17 @@ class ModelRouter:
     """The core, queue and index client of one model, with its subjects."""
 
     def __init__(
-        self, service: Service, model: str, prompts: ReceivedHashes, directory: Directory
+        self,
+        service: Service,
+        model: str,
+        prompts: ReceivedHashes,
+        directory: Directory,
+        post_sequences: Callable[[str, list[SeqEvent]], None],
     ) -> None:
         settings = service.settings.router
         self._prompts = prompts
         self._directory = directory
+        self._post_sequences = post_sequences
         self._service = service
         self._bus = service.bus
         self._loop = asyncio.get_running_loop()
@@ -93,6 +101,7 @@ class ModelRouter:
         self._lookups = 0  # of requests to place, in flight
         self._calls: dict[str, RouteCall] = {}
         self._subscriptions: list[Subscription] = []
+        self._replied: deque[tuple[float, Reply, object]] = deque()  # of the last REPEAT_S seconds
 
     @property
     def busy(self) -> bool:
@@ -113,6 +122,7 @@ class ModelRouter:
                 subjects.router(self.model), _requests, self._accept, QUEUE_GROUP, _malformed
             ),
         ]
+        self._bus.on_reconnect.append(self._repeat)
         log.info("routing %s by %s", self.model, self.core.settings.policy)
 
     async def leave(self) -> None:
@@ -137,6 +147,8 @@ class ModelRouter:
 
     async def close(self) -> None:
         """Follow no orders to workers any more."""
+        if self._repeat in self._bus.on_reconnect:
+            self._bus.on_reconnect.remove(self._repeat)
         await self._orders.close()
 
     def _accept_own(self, request: RouteRequest, reply: Reply) -> None:
@@ -246,6 +258,10 @@ class ModelRouter:
                     freed.trace.end(None, "freed")
         self.queue.apply(event, monotonic(), own)
 
+    def publish(self, events: list[SeqEvent]) -> None:
+        """Publish events of active sequences."""
+        self._post_sequences(self._seq_subject, events)
+
     def schedule_placement(self) -> None:
         """Place ready requests in the next loop iteration; call when load may have fallen."""
         if not (self.queue.is_empty or self._placement_scheduled):
@@ -263,7 +279,7 @@ class ModelRouter:
         The stream must have a request's `SeqAdd` before its caller can send the `SeqFree`.
         """
         if actions.events:
-            self._bus.post(self._seq_subject, SeqBatch(self._service.instance, actions.events))
+            self.publish(actions.events)
         for ticket in actions.done:
             self._reply(ticket)
         for ticket in actions.parked:
@@ -281,9 +297,27 @@ class ModelRouter:
             return
         if ticket.reply is not None:
             request = ticket.request
-            ticket.reply(self._routed(result, request) if isinstance(result, Decision) else result)
+            reply = self._routed(result, request) if isinstance(result, Decision) else result
+            ticket.reply(reply)
+            if self._serving:
+                self._retain(ticket.reply, reply, monotonic())
         if ticket.trace is not None:
             ticket.trace.end(result)
+
+    def _retain(self, reply: Reply, content: object, now: float) -> None:
+        self._replied.append((now, reply, content))
+        while self._replied[0][0] < now - REPEAT_S:
+            self._replied.popleft()
+
+    def _repeat(self) -> None:
+        """Send the last replies again: this process has connected anew, which may have lost them.
+
+        A sender ignores a reply that it has.
+        """
+        since = monotonic() - REPEAT_S
+        for replied_at, reply, content in self._replied:
+            if replied_at >= since:
+                reply(content)
 
     def _record(self, result: Decision | Refused | None) -> Decision | None:
         """Count a result; return the decision to publish."""

@@ -27,6 +27,7 @@ from kvmesh.bus.messages import (
     ReturnsReport,
     Role,
     RouteEvent,
+    SeqBatch,
     ShowLearned,
     ShowReturns,
     ShowSpeeds,
@@ -45,7 +46,7 @@ from kvmesh.router.model_router import ModelRouter
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.policies.registry import make_policy
 from kvmesh.router.returns_report import returns_report
-from kvmesh.router.state.sequence_decoding import sequence_batch
+from kvmesh.router.sequence_feed import SequenceFeed, model_of
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import publish_warnings
@@ -87,9 +88,7 @@ class RouterService:
         self.ready = False
         bus, subjects = service.bus, service.bus.subjects
         self._directory = Directory(bus, service.limits, self._joined, self._left)
-        self._sequences = StreamReader(
-            bus, subjects.seq_stream, subjects.seq_all, self._on_sequences, Start()
-        )
+        self._sequences = SequenceFeed(bus, service.instance, self._on_sequences)
         bucket = subjects.router_bucket
         self._busy_prefix = f"$KV.{bucket}.{subjects.busy_key('')}"
         self._known_limits = KnownEntries(
@@ -121,7 +120,7 @@ class RouterService:
 
     @property
     def _readers(self) -> list[StreamReader]:
-        return [r for r in (self._busy, self._sequences, self._routes) if r is not None]
+        return [r for r in (self._busy, self._sequences.reader, self._routes) if r is not None]
 
     async def run(self) -> None:
         """Run as a process of the mesh until the service is stopped."""
@@ -176,6 +175,7 @@ class RouterService:
     async def close(self) -> None:
         for router in self._models.values():
             await router.close()
+        await self._sequences.stop()
         for reader in self._readers:
             await reader.close()
         await self._directory.close()
@@ -206,6 +206,7 @@ class RouterService:
             now = monotonic()
             sweep = now - swept > SWEEP_S - TICK_S / 2
             swept = now if sweep else swept
+            await self._sequences.check(now)
             for router in list(self._models.values()):
                 if sweep:
                     router.sweep(self._routers, now)
@@ -245,7 +246,7 @@ class RouterService:
         router = self._models.get(model)
         if router is None:
             router = self._models[model] = ModelRouter(
-                self._service, model, self._prompts, self._directory
+                self._service, model, self._prompts, self._directory, self._sequences.post
             )
             router.core.choice.limits = self._limits.get(model, router.core.choice.limits)
             for card in self._kvbms.values():
@@ -300,13 +301,8 @@ class RouterService:
             self._models[model].core.leave(card.instance)
             self._models[model].schedule_placement()
 
-    def _on_sequences(self, message: StreamMessage) -> None:
-        try:
-            batch = sequence_batch(message.data)
-        except msgspec.MsgspecError as error:
-            log.warning("ignored malformed active sequences at %d: %s", message.seq, error)
-            return
-        router = self._router(_model(message))
+    def _on_sequences(self, model: str, batch: SeqBatch) -> None:
+        router = self._router(model)
         own = batch.source == self._service.instance
         for event in batch.events:
             router.apply(event, own)
@@ -318,7 +314,7 @@ class RouterService:
         except msgspec.MsgspecError as error:
             log.warning("ignored a malformed decision at %d: %s", message.seq, error)
             return
-        core = self._router(_model(message)).core
+        core = self._router(model_of(message.subject)).core
         if message.time >= self._policy_since:
             core.apply_route_event(event, monotonic())
         core.learn(event, monotonic())
@@ -378,10 +374,6 @@ def _since(core: RouterCore, slot: int) -> str:
     if found is None or found.since is None:
         return ""
     return time.strftime(" since %H:%M", time.localtime(found.since + core.epoch))
-
-
-def _model(message: StreamMessage) -> str:
-    return untoken(message.subject.rpartition(".")[2])
 
 
 def check(settings: Settings) -> None:

@@ -416,12 +416,17 @@ class WorkerNode:
         except (BusError, TimeoutError) as error:
             log.warning("the next renewal publishes the changed card: %s", cause(error))
 
+    def _on_reconnect(self) -> None:
+        self._requests.repeat(self._loop.time())
+
     def _on_lapsed(self) -> None:
         """Abort requests after the lease has lapsed: frontends have migrated them, or soon will."""
         log.warning("lease lapsed: aborting %d requests", len(self._requests.live))
         self._requests.abort_all()
 
     async def _unsubscribe(self) -> None:
+        if self._on_reconnect in self._bus.on_reconnect:
+            self._bus.on_reconnect.remove(self._on_reconnect)
         while self._subscriptions:
             try:
                 await self._subscriptions.pop().unsubscribe()
@@ -461,6 +466,7 @@ class WorkerNode:
 
     async def _listen(self) -> None:
         subjects, serve = self._bus.subjects, self._bus.serve
+        self._bus.on_reconnect.append(self._on_reconnect)
         self._subscriptions = [
             await serve(
                 subjects.work(self.instance),

@@ -11,7 +11,7 @@ from kvmesh.bus.messages import (
     Work,
 )
 from kvmesh.worker.engine import OutputDelta
-from kvmesh.worker.requests.output_buffer import OutputBuffer
+from kvmesh.worker.requests.output_buffer import TAIL_TOKENS, OutputBuffer
 
 
 def work(count: int = 10, **fields: object) -> Work:
@@ -53,6 +53,22 @@ def test_output_is_resent_from_an_offset() -> None:
         assert found is not None
         assert (found[1].offset, found[1].tokens) == (4, [5, 6, 7])
     assert kept.output_from("b", 0) is None
+
+
+def test_the_last_output_of_what_runs_or_has_just_ended_is_sent_again() -> None:
+    kept = OutputBuffer()
+    for name in ("long", "ended", "silent", "old"):
+        kept.start(work(request=name, frontend="f" if name != "ended" else "g"))
+    kept.add([OutputDelta("old", [1], finish="stop")], 0.0)
+    kept.add([OutputDelta("long", list(range(TAIL_TOKENS + 5)))], 0.0)
+    kept.add([OutputDelta("ended", [7], finish="length")], 9.0)
+    tails = kept.tails(9.5)
+    assert {name: [(c.request, c.offset) for c in cs] for name, cs in tails.items()} == {
+        "f": [("long", 5)],
+        "g": [("ended", 0)],
+    }
+    assert tails["g"][0].finish == "length"
+    assert len(tails["f"][0].tokens) == TAIL_TOKENS
 
 
 def test_default_outcomes_apply_if_the_engine_reports_none() -> None:

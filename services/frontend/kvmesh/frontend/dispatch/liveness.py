@@ -204,7 +204,9 @@ class LivenessMonitor:
         command = Resend(attempt, len(stream.tokens))
         try:
             subject = self._bus.subjects.ctl(stream.instance)
-            reply = await self._bus.request(subject, command, _replies, CONTROL_TIMEOUT_S)
+            reply = await self._bus.request(
+                subject, command, _replies, CONTROL_TIMEOUT_S, repeats=True
+            )
         except (NoResponder, RequestTimeout) as error:
             log.debug("cannot request missing tokens: %s", error)
             return

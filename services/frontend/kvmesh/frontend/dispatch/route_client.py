@@ -41,6 +41,7 @@ from kvmesh.runtime.lru import LruCache
 log = logging.getLogger(__name__)
 TICK_S = 0.1
 ACK_S = 0.75  # for a router to reply, with a placement or `Parked`
+DOUBT_S = 0.3  # without a reply, after which a router is pinged: its reply follows the others
 SILENT_S = 1.0  # without a message from a router, after which its queries move to others
 MARGIN_S = 1.0  # beyond the deadline, for the router's own refusal
 RECENT_S = 0.05  # a request that takes longer to read or prepare is of another instant
@@ -330,11 +331,13 @@ class RouteClient:
 
     def _on_pong(self, token: str, msg: RawMessage, silent: bool) -> None:
         router, sent = self._pings.pop(token)
-        if silent or not self.routers.replied(router, self._clock, self._clock - sent):
+        if silent:
             return
-        log.info("router %s replies again", router)
+        if self.routers.replied(router, self._clock, self._clock - sent):
+            log.info("router %s replies again", router)
         for query in self._sent_to(router):
-            if not query.parked:  # a router replies to queries before pings, so the query was lost
+            # a router replies to queries before pings, so the query or its reply was lost
+            if not query.parked and query.sent_at < sent - DOUBT_S:
                 self._send_to(query, router)
 
     # timeouts
@@ -382,7 +385,12 @@ class RouteClient:
         old = self._clock - 60.0
         for token in [token for token, (_, sent) in self._pings.items() if sent < old]:
             del self._pings[token]
-        busy = {query.router for query in self._queries.values() if query.parked}
+        doubtful = self._clock - DOUBT_S
+        busy = {
+            query.router
+            for query in self._queries.values()
+            if query.parked or query.sent_at < doubtful
+        }
         for router in self.routers.to_probe(self._clock, busy):
             token = str(next(self._names))
             self._pings[token] = router, self._clock

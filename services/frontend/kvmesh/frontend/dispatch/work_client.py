@@ -7,6 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.connection.direct_client import REPEAT_S
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.discovery.leases import delete_lease
 from kvmesh.bus.discovery.ping import ping
@@ -93,6 +94,8 @@ class WorkClient:
             self._sent_prompts.store(instance, work)
         if reply.status != "accepted":
             self.inbox.remove(stream)
+            if self._loop.time() - offered_at > REPEAT_S:
+                self.cancel(stream)  # the worker may accept the offer that was repeated
         elif reply.checking:
             await self._checked(stream)
         return OfferResult(reply.status, reply.reason)
@@ -113,7 +116,9 @@ class WorkClient:
 
     async def _send(self, instance: str, work: Work) -> WorkReply:
         subject = self._bus.subjects.work(instance)
-        return await self._bus.request(subject, work, _replies, REPLY_TIMEOUT_S, at_once=True)
+        return await self._bus.request(
+            subject, work, _replies, REPLY_TIMEOUT_S, at_once=True, repeats=True
+        )
 
     def _unanswered(
         self, stream: TokenStream, error: NoResponder | RequestTimeout, offered_at: float

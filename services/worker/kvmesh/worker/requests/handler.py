@@ -107,6 +107,11 @@ class RequestHandler:
             self._send(found[0], [found[1]])
         return found is not None
 
+    def repeat(self, now: float) -> None:
+        """Send the last output again: this process has connected anew, which may have lost it."""
+        for frontend, chunks in self._outputs.tails(now).items():
+            self._send(frontend, chunks)
+
     def abort(self, request: str) -> bool:
         """Abort a request; False if it is unknown."""
         return self._compiler.abort(request) or self._engine.abort(request)

@@ -9,6 +9,8 @@ from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.requests.device_time import DeviceTime
 
 NOTHING_ELSE = (None,) * 5  # but tokens
+TAIL_TOKENS = 256  # of each request, more than a broken connection may have lost
+TAIL_S = 3.0  # after the end of a request, the break of a connection has been noticed
 DEVICE_TIME_S = 1.0  # of a request that runs on, its device time is sent at most this often
 
 
@@ -220,6 +222,17 @@ class OutputBuffer:
         if output is None:
             return None
         return output.frontend, output.chunk_from(offset)
+
+    def tails(self, now: float) -> dict[str, list[Chunk]]:
+        """The last output of requests that run or have just ended, by frontend."""
+        ended = {request for at, request in self._ended if now - at <= TAIL_S}
+        tails: dict[str, list[Chunk]] = {}
+        for request, output in self._by_request.items():
+            begun = output.tokens or output.finish is not None
+            if begun and (output.finish is None or request in ended):
+                at = output.first + max(len(output.tokens) - TAIL_TOKENS, 0)
+                tails.setdefault(output.frontend, []).append(output.chunk_from(at))
+        return tails
 
     def _device_s(self, output: RequestOutput, ends: bool, now: float) -> float | None:
         if ends:
