@@ -143,6 +143,13 @@ async def test_health_needs_no_key(gate: Gate) -> None:
     assert (await call(gate, "GET", "/health"))[0] == 200
 
 
+async def test_health_tells_of_a_refused_subject() -> None:
+    access = Access(KeyRing(), local=True, clock=Clock())
+    gate = Gate(page, access, 1, refuses=lambda: True)
+    status, _, body = await call(gate, "GET", "/health")
+    assert (status, body) == (503, '{"status": "refused"}')
+
+
 async def test_only_websockets_carry_the_live_page(gate: Gate) -> None:
     key = (b"x-api-key", b"root")
     assert (await call(gate, "POST", "/_nicegui_ws/socket.io/", key))[0] == 426

@@ -43,7 +43,7 @@ class Gate:
 
     A WebSocket that `access` no longer allows is closed: every `check_s` seconds it is asked.
     `pages` counts the pages in memory: with or without a viewer, PAGES_PER_VIEWER times
-    `max_viewers` at most.
+    `max_viewers` at most. `/health` is 503 while the NATS server `refuses` a subject.
     """
 
     def __init__(
@@ -53,8 +53,10 @@ class Gate:
         max_viewers: int,
         pages: Callable[[], int] = lambda: 0,
         check_s: float = CHECK_S,
+        refuses: Callable[[], bool] = lambda: False,
     ) -> None:
         self._app = app
+        self._refuses = refuses
         self._access = access
         self._max_viewers = max_viewers
         self._pages = pages
@@ -72,7 +74,8 @@ class Gate:
     async def _http(self, scope: Message, receive: Receive, send: Send) -> None:
         headers, path = _headers(scope), scope["path"]
         if path == "/health":
-            await _answer(send, 200, '{"status": "ok"}', "application/json")
+            status, word = (503, "refused") if self._refuses() else (200, "ok")
+            await _answer(send, status, f'{{"status": "{word}"}}', "application/json")
         elif path == SIGN_IN and self._access.requires_keys:
             await self._sign_in(scope, receive, send)
         elif path.startswith(POLLING):

@@ -45,7 +45,13 @@ async def serve(service: Service, mesh: Mesh, keys: Authenticator) -> None:
         show_welcome_message=False,
     )
     config = uvicorn.Config(
-        Gate(app, access, own.max_viewers, lambda: len(Client.instances)),
+        Gate(
+            app,
+            access,
+            own.max_viewers,
+            lambda: len(Client.instances),
+            refuses=lambda: service.warnings.refused,
+        ),
         http=PromptConnection,
         log_config=None,
         access_log=False,
