@@ -28,6 +28,7 @@ from kvmesh.bus.errors import (
     JetStreamError,
     ModelFilesError,
     NoResponder,
+    ObjectUnreadable,
     RequestTimeout,
 )
 from kvmesh.bus.messages import (
@@ -42,6 +43,7 @@ from kvmesh.bus.messages import (
     encode,
 )
 from kvmesh.bus.storage.model_files import fetch_model, publish_model
+from kvmesh.bus.storage.object_bucket import ObjectBucket
 from kvmesh.bus.streams.configuration import MAX_WATCHERS, StreamLimits, ensure_streams
 from kvmesh.bus.streams.reader import BATCH_S, Start, StreamMessage, StreamReader
 
@@ -624,3 +626,13 @@ async def test_a_request_that_repeats_survives_its_loss(bus: Bus) -> None:
     reply = await bus.request(subject, Ping(), CONTROL_REPLY, PATIENCE_S, repeats=True)
     assert reply.ok
     assert received == 2
+
+
+async def test_an_object_is_read_only_up_to_a_size(bus: Bus) -> None:
+    await ensure_streams(bus, StreamLimits())
+    bucket = ObjectBucket(bus, bus.subjects.model_bucket)
+    data = b"x" * 100
+    await bucket.put("files", len(data), lambda at, n: data[at : at + n])
+    assert await bucket.content("files", 100) == data
+    with pytest.raises(ObjectUnreadable, match="has 100 bytes, more than 99"):
+        await bucket.content("files", 99)

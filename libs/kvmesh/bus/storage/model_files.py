@@ -30,7 +30,8 @@ FILES = (
     "chat_template.json",
     "kvmesh.json",
 )
-MAX_BYTES = 256 << 20
+MAX_BYTES = 256 << 20  # of an archive, and of what is in it
+MAX_MEMBERS = 64
 
 
 def pack(folder: Path) -> bytes:
@@ -54,20 +55,26 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def unpack(archive: bytes) -> dict[str, bytes]:
-    """File name to content; raises ModelFilesError for anything but an archive made by `pack`."""
+    """File name to content; raises ModelFilesError for anything but an archive made by `pack`.
+
+    Any worker may have written it, so its sizes are checked before memory is taken for them: a
+    frame states that of its content, a member may be sparse, and the archive compressed once more.
+    """
+    files: dict[str, bytes] = {}
     try:
-        tar_bytes = zstandard.ZstdDecompressor().decompress(archive, max_output_size=MAX_BYTES)
-        with tarfile.open(fileobj=io.BytesIO(tar_bytes)) as tar:
-            return {m.name: _content(tar, m) for m in tar.getmembers() if m.name in FILES}
-    except (zstandard.ZstdError, tarfile.TarError) as error:
+        if not 0 < zstandard.frame_content_size(archive) <= MAX_BYTES:
+            raise ModelFilesError(f"a model archive has more than {MAX_BYTES} bytes, or no size")
+        content = zstandard.ZstdDecompressor().decompress(archive)
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
+            for number, member in enumerate(tar):
+                if number == MAX_MEMBERS or not member.isreg() or member.issparse():
+                    raise ModelFilesError("a model archive has members other than a model's files")
+                file = tar.extractfile(member)
+                if file is not None and member.name in FILES:
+                    files[member.name] = file.read()
+    except (zstandard.ZstdError, tarfile.TarError, ValueError, OverflowError) as error:
         raise ModelFilesError(f"unreadable model archive: {error}") from error
-
-
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = tar.extractfile(member)
-    if file is None:
-        raise ModelFilesError(f"{member.name} in a model archive is not a plain file")
-    return file.read()
+    return files
 
 
 async def publish_model(bus: Bus, folder: Path) -> str:
@@ -108,8 +115,8 @@ async def _is_stored(bus: Bus, digest: str) -> bool:
 async def fetch_model(bus: Bus, digest: str) -> dict[str, bytes]:
     """The files that `publish_model` stored; raises ModelFilesError if they cannot be read."""
     try:
-        store = await bus.js.object_store(bus.subjects.model_bucket)
-        archive = (await store.get(digest)).data or b""
+        bucket = ObjectBucket(bus, bus.subjects.model_bucket)
+        archive = await bucket.content(digest, MAX_BYTES)
     except NotFound as error:
         raise ModelFilesError(f"no model files with digest {digest}") from error
     except BusError as error:

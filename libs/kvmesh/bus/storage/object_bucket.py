@@ -153,6 +153,16 @@ class ObjectBucket:
         found = await self._bus.js.get_msg(self._stream, seq=obj.version)
         return await self._describe(decoded(found.data or b""), obj.version)
 
+    async def content(self, name: str, most: int) -> bytes:
+        """The bytes of an object, not verified; raises NotFound, or ObjectUnreadable if it has more
+        than `most`."""
+        obj = await self.find(name)
+        if obj.size > most:
+            raise ObjectUnreadable(f"{name} has {obj.size} bytes, more than {most}")
+        data = bytearray(obj.size)
+        await self.read(obj, memoryview(data))
+        return bytes(data)
+
     async def read(self, obj: StoredObject, target: memoryview) -> None:
         """Fill `target` with the bytes of an object, which the caller verifies."""
         if len(target) != obj.size:

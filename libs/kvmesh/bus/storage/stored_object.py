@@ -1,6 +1,7 @@
 """Descriptions of the objects in JetStream's object stores."""
 
 import logging
+import re
 from typing import NamedTuple
 
 import msgspec
@@ -9,6 +10,7 @@ from msgspec import Struct
 from kvmesh.bus.errors import ObjectUnreadable
 
 log = logging.getLogger(__name__)
+_PARTS_NAME = re.compile(r"[A-Za-z0-9_-]+")  # one token of a subject, without wildcards
 
 
 class ObjectDescription(Struct, omit_defaults=True):
@@ -48,12 +50,18 @@ def decoded(data: bytes) -> ObjectDescription:
 
 
 def described(data: bytes, version: int, stored: float) -> StoredObject | None:
-    """The object of a description; None if it is malformed or says that there is none."""
+    """The object of a description; None if it is malformed or says that there is none.
+
+    Whoever may write it chooses all of it: the name of its parts becomes a subject that is purged.
+    """
     try:
         found = _descriptions.decode(data)
     except msgspec.MsgspecError as error:
         log.warning("ignored a malformed description of an object: %s", error)
         return None
     if found.deleted:
+        return None
+    if not _PARTS_NAME.fullmatch(found.nuid) or found.size < 0:
+        log.warning("ignored the description of an object with parts under %.40r", found.nuid)
         return None
     return StoredObject(found.name, found.nuid, found.size, found.chunks, version, stored)

@@ -4,7 +4,7 @@ from contextlib import suppress
 from functools import partial
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import Conflict, NotFound
+from kvmesh.bus.errors import Conflict, NotFound, ObjectUnreadable
 from kvmesh.bus.storage.object_bucket import ObjectBucket
 from kvmesh.bus.storage.shared_secret import keep_secret, shared_secret
 from kvmesh.bus.streams.keeper import keeper_of
@@ -30,14 +30,13 @@ class ManifestStore:
         """The manifest with this digest; raises BusError, or ManifestError if there is none."""
         name = manifest_object(digest)
         try:
-            store = await self._bus.js.object_store(self._bus.subjects.model_bucket)
-            info = await store.get_info(name)
-            if (info.size or 0) > MAX_PACKED:
-                raise ManifestError(f"the manifest {digest} has {info.size} bytes")
-            packed = (await store.get(name)).data or b""
+            bucket = ObjectBucket(self._bus, self._bus.subjects.model_bucket)
+            packed = await bucket.content(name, MAX_PACKED)
             key = await self._secret()
         except NotFound as error:
             raise ManifestError(f"there is no manifest {digest}") from error
+        except ObjectUnreadable as error:
+            raise ManifestError(f"the manifest {digest} is unreadable: {error}") from error
         manifest = unpack(packed, key)
         if manifest.digest != digest:
             raise ManifestError(f"the manifest {digest} has the digest {manifest.digest}")
