@@ -17,6 +17,7 @@ from support.frontend import (
     Client,
     ScriptedRouter,
     ScriptedWorker,
+    attempt,
     client_session,
     events,
     scripted_router,
@@ -186,15 +187,15 @@ async def test_the_outcome_of_a_request_is_published(stage: Stage) -> None:
     pending = asyncio.create_task(stage.client.post(CHAT, body()))
     work = await stage.a.work()
     await stage.a.send(work, Chunk(work.request, 0, [300], cached=[16]))
-    await eventually(lambda: SeqPrefilled(work.request) in stage.sequence_events)
+    await eventually(lambda: SeqPrefilled(attempt(work)) in stage.sequence_events)
     await stage.a.send(work, Chunk(work.request, 1, [300], finish="stop"))
     await pending
-    of_this = await eventually(lambda: [o for o in stage.outcomes if o.request == work.request])
+    of_this = await eventually(lambda: [o for o in stage.outcomes if o.request == attempt(work)])
     outcome = of_this[0]
     assert outcome.instance == stage.a.instance
     assert (outcome.cached_tokens, outcome.output_tokens, outcome.finish) == (16, 2, "stop")
     assert outcome.ttft_s is not None
-    await eventually(lambda: SeqFree(work.request) in stage.sequence_events)
+    await eventually(lambda: SeqFree(attempt(work)) in stage.sequence_events)
     assert stage.a.cancelled == []
 
 
@@ -207,9 +208,9 @@ async def test_a_prompt_counts_as_prefilled_from_the_first_token_on(
     if stream:
         await pending  # the stream is open without an event
     await events_published(stage)
-    assert SeqPrefilled(work.request) not in stage.sequence_events
+    assert SeqPrefilled(attempt(work)) not in stage.sequence_events
     await stage.a.send(work, Chunk(work.request, 0, ids("One"), cached=[0]))
-    await eventually(lambda: SeqPrefilled(work.request) in stage.sequence_events)
+    await eventually(lambda: SeqPrefilled(attempt(work)) in stage.sequence_events)
     await stage.a.send(work, Chunk(work.request, len(ids("One")), ids(" two"), finish="stop"))
     answer = await pending
     assert answer.status == 200
@@ -222,7 +223,7 @@ async def events_published(stage: Stage) -> None:
     work = await stage.a.work(len(stage.a.works))
     await stage.a.send(work, Chunk(work.request, 0, ids("Done"), finish="stop"))
     await request
-    await eventually(lambda: SeqFree(work.request) in stage.sequence_events)
+    await eventually(lambda: SeqFree(attempt(work)) in stage.sequence_events)
 
 
 @pytest.mark.parametrize("status", ["busy", "draining"])
@@ -320,7 +321,7 @@ async def test_a_client_that_leaves_frees_the_engine(stage: Stage) -> None:
     await response.content.readany()
     response.close()
     await eventually(lambda: stage.a.cancelled == [work.request])
-    await eventually(lambda: SeqFree(work.request) in stage.sequence_events)
+    await eventually(lambda: SeqFree(attempt(work)) in stage.sequence_events)
 
 
 async def test_a_stop_string_ends_answer_and_engine(stage: Stage) -> None:

@@ -72,6 +72,11 @@ class ScriptedRouter:
         return Refused(code="no_workers", reason="all are excluded", retry_after_s=2.0)
 
 
+def attempt(work: Work) -> str:
+    """The name that routers have for what a worker has as `work`."""
+    return work.request.rpartition(".")[0]
+
+
 class ScriptedWorker:
     """Replies to work with `status` and sends exactly the chunks of the test.
 
@@ -113,7 +118,10 @@ class ScriptedWorker:
         if not self.frozen:
             reply(WorkReply(status=status, stored=self.stores_prompts))
         async with self._arrived:
-            self.works.append(work)
+            if all(
+                known.request != work.request or work.base != known.base for known in self.works
+            ):
+                self.works.append(work)  # an offer without a reply is repeated
             self._arrived.notify_all()
 
     async def _control(self, control: Control, reply: Reply) -> None:

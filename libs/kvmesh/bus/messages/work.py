@@ -77,8 +77,8 @@ class Work(Struct, frozen=True, kw_only=True, omit_defaults=True):
     generated tokens. With `base`, a request whose prompt the worker has stored, the prompt is the
     first `shared` tokens of that prompt followed by `tokens` (`kvmesh.prompt_delta`). Blocks of
     `ephemeral` work are not written to lower tiers. `conversation` is as in `Hints`.
-    `traceparent` is that of a traced request (W3C). Chunks name the request by `ref`, if set:
-    a short name within the frontend.
+    `traceparent` is that of a traced request (W3C). Chunks name the request by `ref`, if set: a
+    short name within the frontend. Neither name follows from those of the request's other attempts.
     """
 
     request: str

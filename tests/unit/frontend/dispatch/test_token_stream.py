@@ -34,6 +34,17 @@ def test_chunks_after_a_gap_add_nothing_until_it_is_filled(stream: TokenStream) 
     assert stream.tokens == [1, 2, 3, 4]
 
 
+def test_tokens_beyond_the_limit_end_the_sequence() -> None:
+    stream = TokenStream("r", 0.0, limit=3)
+    stream.next_attempt()
+    stream.dispatched("w", 0.0)
+    stream.receive(Chunk("r", 0, [1, 2], logprobs=[{1: 0.0}, {2: 0.0}]), 1.0)
+    stream.receive(Chunk("r", 2, [3, 4], logprobs=[{3: 0.0}, {4: 0.0}]), 1.0)
+    assert (stream.tokens, len(stream.logprobs)) == ([1, 2, 3], 3)
+    assert (stream.finish, stream.ended.is_set()) == ("length", True)
+    assert not stream.engine_done  # so the worker is told to stop
+
+
 def test_repeated_tokens_count_once(stream: TokenStream) -> None:
     stream.receive(Chunk("r", 0, [1, 2]), 11.0)
     assert stream.receive(Chunk("r", 0, [1, 2]), 11.0) is ChunkResult.OLD

@@ -287,7 +287,7 @@ class Dispatcher:
     def _work(self, task: SequenceTask, rank: int, span: TraceSpan) -> Work:
         request = task.prepared.request
         return Work(
-            request=task.stream.attempt,
+            request=task.stream.work,
             frontend=self._instance,
             tokens=task.current_prompt.tokens,
             sampling=_sampling(task),

@@ -200,8 +200,8 @@ class LivenessMonitor:
     async def _resend(self, stream: TokenStream) -> None:
         """Request the missing tokens; a worker that does not know the request has lost it."""
         metrics.resends.inc()
-        attempt = stream.attempt
-        command = Resend(attempt, len(stream.tokens))
+        work = stream.work
+        command = Resend(work, len(stream.tokens))
         try:
             subject = self._bus.subjects.ctl(stream.instance)
             reply = await self._bus.request(
@@ -210,7 +210,7 @@ class LivenessMonitor:
         except (NoResponder, RequestTimeout) as error:
             log.debug("cannot request missing tokens: %s", error)
             return
-        if not reply.ok and stream.attempt == attempt and not self._backlog():
+        if not reply.ok and stream.work == work and not self._backlog():
             stream.lose(f"the worker does not know the request: {reply.reason}")
 
     def _lose(self, instance: str, reason: str) -> None:

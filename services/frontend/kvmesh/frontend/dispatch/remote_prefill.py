@@ -42,6 +42,7 @@ class RemotePrefill:
         """Return the engine's handoff: the location of the KV. Raises PrefillFailed."""
         stream = self.stream
         prompt_work = _prompt_only(work, stream, rank.rank)
+        stream.limit = prompt_work.sampling.max_tokens
         monitor.watch(self._model, stream)
         try:
             async with asyncio.timeout(timeout):
@@ -75,7 +76,7 @@ def _prompt_only(work: Work, stream: TokenStream, rank: int) -> Work:
         stop_token_ids=[],
     )
     return replace(
-        work, request=stream.attempt, ref=stream.ref, rank=rank, sampling=sampling, prefill=True
+        work, request=stream.work, ref=stream.ref, rank=rank, sampling=sampling, prefill=True
     )
 
 

@@ -32,7 +32,10 @@ class FlushState:
 
 
 class TokenInbox:
-    """Live streams by attempt id, and by the `ref` that chunks name it by."""
+    """Live streams by the two names of their attempts for workers.
+
+    A chunk counts only in a message of the instance that has the attempt.
+    """
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
@@ -48,11 +51,11 @@ class TokenInbox:
     def add(self, stream: TokenStream, consumer: Consumer) -> None:
         """Receive the current attempt's tokens; call `consumer` when there are new ones."""
         state = FlushState(stream, consumer)
-        self._states[stream.attempt] = self._states[stream.ref] = state
+        self._states[stream.work] = self._states[stream.ref] = state
 
     def remove(self, stream: TokenStream) -> None:
         """Drop later messages of the current attempt; received tokens are still flushed."""
-        self._states.pop(stream.attempt, None)
+        self._states.pop(stream.work, None)
         self._states.pop(stream.ref, None)
 
     def receive(self, output: StepOutput) -> Sequence[TokenStream]:
@@ -64,7 +67,7 @@ class TokenInbox:
             if state is None:
                 continue
             stream = state.stream
-            if stream.ended.is_set():
+            if stream.ended.is_set() or output.instance != stream.instance:
                 continue
             result = stream.receive(chunk, now)
             if result is ChunkResult.GAP:

@@ -1,9 +1,11 @@
 """The tokens of one sequence, from its first worker to its last."""
 
 import asyncio
+import logging
+import secrets
+import sys
 from collections.abc import Sequence
 from enum import Enum
-from itertools import count
 from typing import Any, Literal, TypeAlias
 
 from kvmesh.bus.messages import Chunk
@@ -11,7 +13,7 @@ from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.tracing.span import NO_SPAN, TraceSpan
 
 Loss: TypeAlias = Literal["", "failed", "vanished"]
-_numbers = count(1)
+log = logging.getLogger(__name__)
 
 
 class ChunkResult(Enum):
@@ -25,16 +27,18 @@ class ChunkResult(Enum):
 class TokenStream:
     """Tokens generated so far, and the attempt and worker that they come from.
 
-    Only its own methods change it. `id` names the sequence, `attempt` its current dispatch, and
-    `ref` that in chunks; the first `inherited` tokens are from earlier attempts. Times are the
-    event loop's. After a remote
-    prefill, `prefill_cached` caps `cached`: both are cached prompt tokens by tier. `lost` is the
-    reason why the worker sends no more; `loss` is "failed" if the engine reported an error, and
-    "vanished" if the worker disappeared or fell silent. `started` is set at the first message of
-    the current attempt, `ended` when the attempt is over. `device_s` is the device time of the
-    current attempt, as far as its worker has reported it, `earlier_device_s` that of others.
+    Only its own methods change it. `id` names the sequence, and `attempt` its current dispatch for
+    routers; `work` names that for its worker, and `ref` in chunks. Both have a random part, since a
+    worker could else send chunks for the attempt after its own. The first `inherited` tokens are
+    from earlier attempts; tokens beyond `limit` end the sequence. Times are the event loop's.
+
+    After a remote prefill, `prefill_cached` caps `cached`: both are cached prompt tokens by tier.
+    `lost` is the reason why the worker sends no more; `loss` is "failed" if the engine reported an
+    error, and "vanished" if the worker disappeared or fell silent. `started` is set at the first
+    message of the current attempt, `ended` when the attempt is over. `device_s` is the device time
+    of the current attempt, as far as its worker has reported it, `earlier_device_s` that of others.
     `engine_wait_s` is the time in the queue of the engine that computed the prompt, if known.
-    the current attempt, `ended` when the attempt is over. `span` is that of the current attempt.
+    `span` is that of the current attempt.
     """
 
     __slots__ = (
@@ -54,6 +58,7 @@ class TokenStream:
         "id",
         "inherited",
         "instance",
+        "limit",
         "logprobs",
         "loss",
         "lost",
@@ -64,12 +69,19 @@ class TokenStream:
         "span",
         "started",
         "tokens",
+        "work",
     )
 
-    def __init__(self, sequence_id: str, now: float, tokens: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        sequence_id: str,
+        now: float,
+        tokens: Sequence[int] = (),
+        limit: int = sys.maxsize,
+    ) -> None:
         self.id = sequence_id
-        self.attempt = sequence_id
-        self.ref = _new_ref()
+        self.limit = limit
+        self._name(sequence_id)
         self.attempts = 0
         self.inherited = 0
         self.instance = ""
@@ -97,10 +109,13 @@ class TokenStream:
     def next_attempt(self) -> None:
         """Begin an attempt under a new id, so that messages of earlier ones are ignored."""
         if self.attempts:
-            self.attempt = f"{self.id}.{self.attempts}"
-            self.ref = _new_ref()
+            self._name(f"{self.id}.{self.attempts}")
         self.attempts += 1
         self.inherited = len(self.tokens)
+
+    def _name(self, attempt: str) -> None:
+        token = secrets.token_urlsafe(6)
+        self.attempt, self.work, self.ref = attempt, f"{attempt}.{token}", f"#{token}"
 
     def dispatched(self, instance: str, now: float) -> None:
         """The current attempt is offered to `instance`."""
@@ -152,10 +167,19 @@ class TokenStream:
             return ChunkResult.OLD
         if self.first_token_at is None and fresh:
             self.first_token_at = now
+        excess = have + len(fresh) - self.limit
+        if excess > 0:
+            fresh = fresh[: len(fresh) - excess]
         self.tokens += fresh
         if chunk.logprobs is not None:
-            self.logprobs += chunk.logprobs[skip:]
-        if chunk.finish is not None:
+            self.logprobs += chunk.logprobs[skip : skip + len(fresh)]
+        if excess > 0:
+            log.warning(
+                "worker %s sent more than %d tokens of request %s, which is stopped",
+                *(self.instance, self.limit, self.id),
+            )
+            self.stop("length")
+        elif chunk.finish is not None:
             self._finish(chunk)
         return ChunkResult.NEW
 
@@ -198,7 +222,3 @@ class TokenStream:
         if self.finish is None:
             self.finish = finish
         self.ended.set()
-
-
-def _new_ref() -> str:
-    return f"#{next(_numbers):x}"

@@ -191,4 +191,4 @@ class WorkClient:
     def cancel(self, stream: TokenStream) -> None:
         """Post a command to stop the current attempt."""
         subject = self._bus.subjects.ctl(stream.instance)
-        self._bus.post(subject, Cancel(stream.attempt))
+        self._bus.post(subject, Cancel(stream.work))

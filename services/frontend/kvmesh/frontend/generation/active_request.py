@@ -75,7 +75,7 @@ class ActiveRequest:
         request = prepared.request
         count = len(prepared.prompts) * request.n
         names = [f"{request.id}-{i}" if i else request.id for i in range(count)]
-        streams = [TokenStream(name, started) for name in names]
+        streams = [TokenStream(name, started, limit=prepared.max_tokens) for name in names]
         logprobs = [_logprobs(prepared) for _ in streams]
         self._pipelines = [_pipeline(prepared, parser) for parser in logprobs]
         states = [DispatchState(started + runner.route_timeout) for _ in streams]
