@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import random
+import time
 from pathlib import Path
 
 import msgspec
@@ -188,6 +189,18 @@ async def test_an_invalid_file_does_not_change_the_keys(bus: Bus, tmp_path: Path
     file.write_text(f'[[key]]\nname = "b"\nsha256 = "{key("other", "b").sha256}"\n')
     await eventually(lambda: knows(gate, "other") and not knows(gate, "one"))
     running.cancel()
+
+
+async def test_keys_expire_by_the_servers_time(bus: Bus, tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    expires = time.time() - 1800.0
+    sha256 = key("one", "a").sha256
+    file.write_text(f'[[key]]\nname = "a"\nsha256 = "{sha256}"\nexpires = {expires}\n')
+    gate = Authenticator(bus, file, use_bucket=False, local=True, tenants=TenantNamespaces())
+    await gate.open()
+    assert not knows(gate, "one")
+    bus.clock.heard(time.time() - 3600.0, time.time())  # this machine is an hour ahead
+    assert knows(gate, "one")
 
 
 def knows(gate: Authenticator, secret: str) -> bool:

@@ -49,6 +49,7 @@ from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import MessageDecoder, encode
 from kvmesh.bus.metrics import BusCounts, KvBacklog, PendingReader
 from kvmesh.bus.packs import unpacked
+from kvmesh.bus.server_clock import ServerClock
 from kvmesh.bus.subjects import Subjects
 
 log = logging.getLogger(__name__)
@@ -140,6 +141,7 @@ class Bus:
         self.was_connected = False
         self.patient = patient
         self.on_reconnect: list[Callable[[], None]] = []
+        self.clock = ServerClock()
         self.on_lost: list[Callable[[], None]] = []
         self.closing = False
         self.counts = BusCounts()

@@ -11,7 +11,17 @@ LAYERS = [
     ["permissions"],
     ["subjects"],
     ["messages"],
-    ["absence", "errors", "backoff", "faults", "log_once", "metrics", "packs", "ticks"],
+    [
+        "absence",
+        "errors",
+        "backoff",
+        "faults",
+        "log_once",
+        "metrics",
+        "packs",
+        "server_clock",
+        "ticks",
+    ],
 ]
 
 

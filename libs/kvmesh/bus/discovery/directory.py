@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from math import inf
 
@@ -95,6 +96,8 @@ class Directory:
     def _on_message(self, message: StreamMessage) -> None:
         key = message.subject.removeprefix(self._prefix)
         now = asyncio.get_running_loop().time()
+        if self._reader.caught_up.is_set():
+            self._bus.clock.heard(message.time, time.time())
         if not message.data:
             expired = (message.headers or {}).get(MARKER) == "MaxAge"
             if expired and key in self._cards and self._none_renews(now, key):

@@ -96,7 +96,7 @@ class Authenticator:
 
     def _authenticate(self, secrets: list[str]) -> Account:
         """The account of the first valid secret."""
-        now = time.time()
+        now = self._bus.clock.time(time.time())
         for secret in secrets[:-1]:
             with contextlib.suppress(ApiError):
                 return self.accounts.authenticate(secret, now)
