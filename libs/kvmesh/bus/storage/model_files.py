@@ -31,7 +31,7 @@ FILES = (
     "kvmesh.json",
 )
 MAX_BYTES = 256 << 20  # of an archive, and of what is in it
-MAX_MEMBERS = 64
+MAX_MEMBERS = 256
 
 
 def pack(folder: Path) -> bytes:
