@@ -388,7 +388,7 @@ HEARS: dict[str, set[str]] = {
     SUBJECTS.seq_all: LOOKS,
     SUBJECTS.scaling_all: LOOKS,
     SUBJECTS.load_all: {"router", "indexer", "planner", *LOOKS},
-    SUBJECTS.starting_all: LOOKS,
+    SUBJECTS.starting_all: {"planner", *LOOKS},
     SUBJECTS.wake_all: {"planner", *LOOKS},
     SUBJECTS.tool_all: {"router", *LOOKS},
     SUBJECTS.oracle: {"oracle"},
