@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from kvmesh.bus.messages import Instance, ModelCard, Role
-from kvmesh.bus.storage.tokenizer_file import RANKS, TOKENIZER
+from kvmesh.bus.storage.tokenizer_file import PIECES, RANKS, TOKENIZER, tokenizer_files
 from kvmesh.hashing import HASH_VERSION
 from kvmesh.runtime.service import VERSION
 from kvmesh.settings.schema import WorkerSettings
@@ -21,7 +21,7 @@ _TEMPLATE = (
     "tokenizer_config.json",
     "special_tokens_map.json",
 )
-_WHOLE = (TOKENIZER, RANKS, "chat_template.jinja")
+_WHOLE = (TOKENIZER, RANKS, PIECES, "chat_template.jinja")
 _NOTES = ("_name_or_path", "name_or_path", "transformers_version")
 
 
@@ -39,7 +39,7 @@ def model_card(worker: WorkerSettings, folder: Path, info: EngineInfo, files: st
         tool_parser=worker.tool_parser or hints.get("tool_parser"),
         reasoning_parser=worker.reasoning_parser or hints.get("reasoning_parser"),
         hash_version=HASH_VERSION,
-        tokenizer=_digest(folder, TOKENIZER) or _digest(folder, RANKS),
+        tokenizer=_digest(folder, *tokenizer_files(folder)),
         template=_digest(folder, *_TEMPLATE),
         config=_digest(folder, "config.json", "generation_config.json"),
         revision=weights_revision(worker, folder),

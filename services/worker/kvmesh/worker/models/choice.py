@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import StartPhase
-from kvmesh.bus.storage.tokenizer_file import has_tokenizer
+from kvmesh.bus.storage.tokenizer_file import has_tokenizer, why_no_tokenizer
 from kvmesh.runtime.service import StartError
 from kvmesh.settings.schema import Settings, WorkerSettings
 from kvmesh.weights.errors import WeightsError
@@ -35,8 +35,7 @@ async def chosen_model(
             reason = f"{worker.model} is no folder, and cannot come from the mesh: {error}"
             raise StartError(reason) from error
     if not has_tokenizer(found.folder):
-        reason = f"{worker.model or found.folder} is not a Hugging Face model folder: it has no"
-        raise StartError(f"{reason} tokenizer.json", permanent=True)
+        raise StartError(why_no_tokenizer(worker.model or found.folder), permanent=True)
     return found
 
 
