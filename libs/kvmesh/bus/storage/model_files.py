@@ -15,6 +15,7 @@ import zstandard
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, ModelFilesError, NotFound
+from kvmesh.bus.storage.named_templates import additional_templates, template_name
 from kvmesh.bus.storage.object_bucket import ObjectBucket
 from kvmesh.bus.storage.tokenizer_file import TOKENIZER, tokenizer_json
 from kvmesh.bus.streams.keeper import keeper_of
@@ -44,6 +45,8 @@ def pack(folder: Path) -> bytes:
                 _add(tar, name, tokenizer)
             elif file.is_file():
                 _add(tar, name, file.read_bytes())
+        for name in additional_templates(folder):
+            _add(tar, name, (folder / name).read_bytes())
     return zstandard.ZstdCompressor(level=3).compress(buffer.getvalue())
 
 
@@ -58,7 +61,8 @@ def unpack(archive: bytes) -> dict[str, bytes]:
     try:
         tar_bytes = zstandard.ZstdDecompressor().decompress(archive, max_output_size=MAX_BYTES)
         with tarfile.open(fileobj=io.BytesIO(tar_bytes)) as tar:
-            return {m.name: _content(tar, m) for m in tar.getmembers() if m.name in FILES}
+            members = [m for m in tar.getmembers() if m.name in FILES or template_name(m.name)]
+            return {member.name: _content(tar, member) for member in members}
     except (zstandard.ZstdError, tarfile.TarError) as error:
         raise ModelFilesError(f"unreadable model archive: {error}") from error
 

@@ -7,6 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from kvmesh.bus.messages import Instance, ModelCard, Role
+from kvmesh.bus.storage.named_templates import additional_templates, template_name
 from kvmesh.bus.storage.tokenizer_file import PIECES, RANKS, TOKENIZER, tokenizer_files
 from kvmesh.hashing import HASH_VERSION
 from kvmesh.runtime.service import VERSION
@@ -40,7 +41,7 @@ def model_card(worker: WorkerSettings, folder: Path, info: EngineInfo, files: st
         reasoning_parser=worker.reasoning_parser or hints.get("reasoning_parser"),
         hash_version=HASH_VERSION,
         tokenizer=_digest(folder, *tokenizer_files(folder)),
-        template=_digest(folder, *_TEMPLATE),
+        template=_digest(folder, *_TEMPLATE, *additional_templates(folder)),
         config=_digest(folder, "config.json", "generation_config.json"),
         revision=weights_revision(worker, folder),
         kv_layout=info.kv_layout,
@@ -56,10 +57,14 @@ def _digest(folder: Path, *names: str) -> str:
     for name in names:
         file = folder / name
         if file.is_file():
-            content = file.read_bytes() if name in _WHOLE else _content(file)
+            content = file.read_bytes() if _is_whole(name) else _content(file)
             digest.update(f"{name} {len(content)}\n".encode() + content)
             found = True
     return digest.hexdigest()[:DIGITS] if found else ""
+
+
+def _is_whole(name: str) -> bool:
+    return name in _WHOLE or bool(template_name(name))
 
 
 def _content(file: Path) -> bytes:

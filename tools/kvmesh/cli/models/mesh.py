@@ -24,6 +24,7 @@ from kvmesh.weights.models.former import remove_former_manifests
 from kvmesh.weights.models.pull import ModelPull, other_folder, pulled_text
 from kvmesh.weights.models.push import ModelPush, pushed_text
 from kvmesh.weights.models.reference import parse_reference
+from kvmesh.weights.models.servable import check_servable
 from kvmesh.weights.models.store import ModelStore, used_by
 
 _cards = MessageDecoder(Instance)
@@ -37,6 +38,11 @@ async def push(bus: Bus, settings: Settings, folder: Path, name: str, with_code:
     content = await asyncio.to_thread(
         folder_content, folder, name, with_code=with_code, cache=cache_folder()
     )
+    await asyncio.to_thread(check_servable, folder, content)
+    if content.weights is None:
+        print(
+            f"{folder} has no weights: only the engines mock and openai serve it", file=sys.stderr
+        )
     for skipped, reason in content.skipped.items():
         print(f"left out {skipped}: {reason}", file=sys.stderr)
     pushing = ModelPush(bus, folder, content, name)
@@ -83,7 +89,7 @@ async def show(bus: Bus, as_json: bool) -> int:
         print(msgspec.json.encode(content).decode())
         return 0
     for entry in entries:
-        state = "complete"
+        state = "complete" if entry.weights else "complete, without weights"
         if not entry.complete:
             state = f"incomplete: {present[entry.digest]} of {counted(entry.chunks, 'chunk')}"
         age = duration(max(time.time() - entry.created, 0.0))
