@@ -81,7 +81,11 @@ def _truncated(folder: Path) -> None:
 
 def _pointer(name: str) -> Callable[[Path], None]:
     text = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
-    return lambda folder: (folder / name).write_text(text) and None
+
+    def change(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return change
 
 
 def _no(name: str) -> Callable[[Path], None]:

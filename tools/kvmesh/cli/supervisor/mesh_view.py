@@ -34,7 +34,7 @@ RETRY_S = 0.5
 class MeshView:
     """Follows leases, loads and starts; `loads` is by process name, then by rank.
 
-    `on_starting` is called with each report of a worker that starts, `on_joined` when a process has
+    `waits_for` names what `follow` waits for. `on_starting` is called with each report of a worker that starts, `on_joined` when a process has
     joined.
     """
 
@@ -43,6 +43,7 @@ class MeshView:
         self._limits = stream_limits(settings.streams)
         self._directory = Directory(bus, self._limits, self._joined)
         self._changed = asyncio.Event()
+        self.waits_for = ""
         self.on_starting: Callable[[Starting], None] = lambda _: None
         self.on_joined: Callable[[], None] = lambda: None
         self.loads: dict[str, dict[int, Load]] = {}
@@ -70,20 +71,25 @@ class MeshView:
         Waits while a cluster elects its leaders.
         """
         try:
-            await prepare_streams(self.bus, self._limits)
+            await prepare_streams(self.bus, self._limits, self._wait_for_streams)
             while not await self._opened():
                 await asyncio.sleep(RETRY_S)
         except BusError as error:
             raise self._unusable(error) from error
+        self.waits_for = ""
         loads = self.bus.subjects.load_all
         await self.bus.subscribe(loads, MessageDecoder(Load), self._on_load)
         await follow_starts(self.bus, lambda starting: self.on_starting(starting))
+
+    def _wait_for_streams(self) -> None:
+        self.waits_for = "JetStream"
 
     async def _opened(self) -> bool:
         """Open the directory; False if the streams have lost their leader meanwhile."""
         try:
             await self._directory.open()
         except (BusTimeout, JetStreamUnavailable) as error:
+            self._wait_for_streams()
             log.warning("cannot read the leases yet, retrying: %s", why_not_ready(error))
             await self._directory.close()
             return False

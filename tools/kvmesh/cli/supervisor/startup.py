@@ -49,7 +49,7 @@ class StartupGuide:
         """
         self._watch.mesh = mesh
         view = await self._connect()
-        await self._watch.in_time(view.follow(), "JetStream")
+        await self._watch.in_time(view.follow())
         await self._watch.in_time(self._operate(mesh, view), "the wanted fleet")
         await self._watch.in_time(view.until_present(self._names))
         for host, port in self._health_checks():

@@ -57,7 +57,7 @@ class StartWatch:
     async def in_time(self, work: Coroutine[Any, Any, None], waits_for: str = "") -> None:
         """Await a part of the start; raises UpError after a time without progress.
 
-        `waits_for` names the part, unless the processes that have not joined do.
+        `waits_for` names the part, unless the view or the processes that have not joined do.
         """
         self._waits_for = waits_for
         try:
@@ -103,7 +103,8 @@ class StartWatch:
     def _describe(self, now: float) -> str:
         """The processes and things that are awaited; empty if there are none."""
         awaited = self._progress.awaited(self._starting(), now)
-        return describe_starts(awaited, self._waits_for)
+        other = self._view.waits_for if self._view is not None else ""
+        return describe_starts(awaited, self._waits_for or other)
 
     def _starting(self) -> dict[str, float]:
         """The times at which the processes that have not joined were last started, by name."""
