@@ -45,20 +45,14 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
 
 def _tiny(folder: Path, seed: int) -> int:
-    try:
-        from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
-    except ModuleNotFoundError as error:
-        print(
-            f"kvmesh model: {error.name} is not installed: pip install 'kvmesh[torch]'",
-            file=sys.stderr,
-        )
-        return 1
+    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
+
     try:
         make_tiny_model(folder, seed)
     except OSError as error:
         print(f"kvmesh model: cannot write the model: {error}", file=sys.stderr)
         return 1
-    print(f"wrote {folder}; try: kvmesh up --engine torch --model {folder}")
+    print(f"wrote {folder}; try: kvmesh up --engine torch --model {folder}, or --engine vllm")
     return 0
 
 

@@ -34,8 +34,8 @@ RETRY_S = 0.5
 class MeshView:
     """Follows leases, loads and starts; `loads` is by process name, then by rank.
 
-    `waits_for` names what `follow` waits for. `on_starting` is called with each report of a worker that starts, `on_joined` when a process has
-    joined.
+    `waits_for` names what `follow` waits for. `on_starting` is called with each report of a worker
+    that starts, `on_joined` when a process has joined.
     """
 
     def __init__(self, bus: Bus, settings: Settings) -> None:
