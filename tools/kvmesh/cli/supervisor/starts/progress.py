@@ -107,4 +107,4 @@ def _text(start: AwaitedStart) -> str:
 def _time(seconds: float) -> str:
     """`9s`, `3m05s`, `1h03m`: to the second as long as a user waits by it."""
     minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes}m{rest:02}s" if 0 < minutes < 60 else duration(seconds)
+    return f"{minutes}m{rest:02}s" if 0 < minutes < 60 else duration(int(seconds))
