@@ -161,12 +161,12 @@ async def test_reads_of_one_owner_end_before_its_regions_are_loaded_again(
     small, target = owner.register(bytearray(b"b") * SIZE), reader.register(bytearray(SIZE))
     after = TransferReply(None, "", owner._agent.name, small.address, owner._agent.metadata)
     second = asyncio.create_task(reader._agent.read(peer, after, target, [Piece(0, 0, SIZE)]))
-    ended: list[str] = []
-    for name, task in (("first", first), ("second", second)):
-        task.add_done_callback(lambda _, name=name: ended.append(name))
+    ended: list[asyncio.Task[None]] = []
+    for task in (first, second):
+        task.add_done_callback(ended.append)
     while len(ended) < 2:
         owner._agent.progress()
         await asyncio.sleep(0.001)
     await asyncio.gather(first, second)
-    assert ended == ["first", "second"]
+    assert ended == [first, second]
     assert (into.view[-1], target.view[-1]) == (ord("a"), ord("b"))
