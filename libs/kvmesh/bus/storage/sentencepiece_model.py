@@ -30,7 +30,7 @@ class PieceType(IntEnum):
     BYTE = 6
 
 
-class Piece(NamedTuple):
+class VocabularyPiece(NamedTuple):
     """A token, its score and its `PieceType`."""
 
     text: str
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 class SentencepieceModel(NamedTuple):
     """The parts of a model that decide its tokens; `charsmap` is empty if it normalises nothing."""
 
-    pieces: list[Piece]
+    pieces: list[VocabularyPiece]
     type: int
     byte_fallback: bool
     unk: int
@@ -82,10 +82,12 @@ def read_sentencepiece(data: bytes) -> SentencepieceModel:
     )
 
 
-def _piece(data: bytes) -> Piece:
+def _piece(data: bytes) -> VocabularyPiece:
     found = dict(_fields(data))
     (score,) = struct.unpack("<f", _bytes(found.get(2, bytes(4))))
-    return Piece(_bytes(found.get(1, b"")).decode(), score, _int(found.get(3, PieceType.NORMAL)))
+    return VocabularyPiece(
+        _bytes(found.get(1, b"")).decode(), score, _int(found.get(3, PieceType.NORMAL))
+    )
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
