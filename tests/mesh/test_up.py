@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -388,3 +389,25 @@ async def test_as_json_every_line_is_an_object(make: Factory) -> None:
     await up.ended()
     services = {json.loads(line)["service"] for line in up.lines}
     assert {"up", "worker-0", "frontend-0", "router-0"} <= services
+
+
+async def test_a_slow_start_is_told_and_succeeds(make: Factory) -> None:
+    slow = ("--mock-prepare-s", "10", "--mock-startup-s", "12", "--ready-timeout-s", "18")
+    up = make("--workers", "1", *slow)
+    await up.ready()
+    assert re.search(r"waiting for (.*, )?worker-0 \(weights for \d+s of \d+s\)", up.output)
+
+
+async def test_a_start_without_progress_names_its_phase_and_the_option(make: Factory) -> None:
+    up = make("--workers", "1", "--mock-startup-s", "600", "--ready-timeout-s", "6")
+    assert await up.ended() == 1
+    assert re.search(r"not ready within 6 s; missing: (.*, )?worker-0 \(weights for ", up.output)
+    assert "up.ready_timeout_s (--ready-timeout-s) sets it" in up.output
+
+
+async def test_a_worker_that_restarts_is_told_while_it_loads(make: Factory) -> None:
+    up = make("--workers", "1", "--mock-startup-s", "11")
+    await up.ready()
+    told = len(up.lines)
+    os.kill(up.children()["worker-0"], signal.SIGKILL)
+    await eventually(lambda: "waiting for worker-0 (weights for" in "\n".join(up.lines[told:]))

@@ -191,7 +191,7 @@ def _planner(s: Subjects, name: str) -> Grant:
             *_write(s.plan_bucket),
             *_reads(*streams, _kv(s.instances_bucket), _kv(s.plan_bucket)),
         ],
-        [s.load_all, s.wake_all, s.ping(f"{name}-{ANY}"), s.traces],
+        [s.load_all, s.starting_all, s.wake_all, s.ping(f"{name}-{ANY}"), s.traces],
     )
 
 

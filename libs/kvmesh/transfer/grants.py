@@ -114,17 +114,13 @@ class Grants:
 
 
 class LentBytes:
-    """Bytes of which ranges can be lent until it is closed; `direct`: NIXL may read them.
-
-    `metadata` is the NIXL metadata for direct readers, empty without NIXL.
-    """
+    """Bytes of which ranges can be lent until it is closed; `direct`: NIXL may read them."""
 
     direct = False
 
     def __init__(self, size: int, grants: Grants) -> None:
         self.size = size
         self.address = 0
-        self.metadata = b""
         self._grants = grants
 
     def grant(

@@ -4,6 +4,10 @@ On one machine NIXL copies while a transfer is posted and holds the GIL. Reads a
 in batches, between which the event loop runs. NIXL's own thread is off, since it would occupy a
 CPU: the reader makes progress as it waits, and the owner, where the network needs it, as `progress`
 is called.
+
+What an agent has loaded of another one is never taken away by later metadata: regions that the
+owner has deregistered stay known, with keys that may belong to nothing. Readers therefore drop an
+owner whose regions have changed and load it again.
 """
 
 import asyncio
@@ -12,7 +16,9 @@ import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
 
 from kvmesh.transfer.channel import TransferReply
 from kvmesh.transfer.errors import TransferError
@@ -29,15 +35,23 @@ SETTLE_S = 5.0
 MAX_PEERS = 256  # the end of a worker is not reported here, so old peers are dropped
 
 
-class _Peer(NamedTuple):
-    """Address of another process, and the metadata of its regions read so far."""
+@dataclass(eq=False)
+class _Peer:
+    """Another process: its address, the loaded metadata of its regions, and the running reads."""
 
     address: str
-    metadata: set[bytes]
+    metadata: bytes
+    reads: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def end_read(self) -> None:
+        self.reads -= 1
+        if not self.reads:
+            self.idle.set()
 
 
 class NixlAgent:
-    """The NIXL agent of this process."""
+    """The NIXL agent of this process; `metadata` describes all regions that are registered now."""
 
     def __init__(self) -> None:
         """Raises TransferError if NIXL is not installed or does not start."""
@@ -46,26 +60,30 @@ class NixlAgent:
             self._agent = _make(self.name)
         except Exception as error:  # NIXL's errors have no common base class
             raise TransferError("unavailable", "", f"NIXL does not start: {error}") from error
+        self.metadata = b""
         self._registered: dict[LentBytes, Any] = {}
+        self._changing = Lock()
         # by agent, least recently read first
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
 
     def register(self, region: LentBytes) -> None:
-        """Make a region readable, or writable for reads; sets its metadata.
+        """Make a region readable, or writable for reads.
 
         Other threads may do it. Raises TransferError.
         """
-        agent = self._agent
         try:
-            handle = agent.register_memory([(region.address, region.size, 0, "")], MEMORY)
-            region.metadata = agent.get_partial_agent_metadata(handle, True, [BACKEND])
+            with self._changing:
+                memory = [(region.address, region.size, 0, "")]
+                self._registered[region] = self._agent.register_memory(memory, MEMORY)
+                self.metadata = self._agent.get_agent_metadata()
         except Exception as error:  # the limit of locked memory, for example
             reason = f"NIXL does not register {region.size} bytes: {error}"
             raise TransferError("unavailable", "", reason) from error
-        self._registered[region] = handle
 
     def deregister(self, region: LentBytes) -> None:
-        self._agent.deregister_memory(self._registered.pop(region))
+        with self._changing:
+            self._agent.deregister_memory(self._registered.pop(region))
+            self.metadata = self._agent.get_agent_metadata()
 
     async def read(
         self, peer: str, owner: TransferReply, into: Region, pieces: Iterable[Piece]
@@ -74,9 +92,18 @@ class NixlAgent:
 
         Raises TransferError.
         """
+        known = await self._loaded(peer, owner)
+        known.reads += 1
+        try:
+            await self._read(peer, owner, into, pieces)
+        finally:
+            known.end_read()
+
+    async def _read(
+        self, peer: str, owner: TransferReply, into: Region, pieces: Iterable[Piece]
+    ) -> None:
         transfers: list[Any] = []
         try:
-            self._add_peer(peer, owner)
             for batch in batches(pieces, BATCH_BYTES, BATCH_PIECES):
                 transfers.append(self._post(owner, into, batch))
                 await asyncio.sleep(0)
@@ -105,21 +132,29 @@ class NixlAgent:
         for agent in [agent for agent, known in self._peers.items() if known.address == peer]:
             self._forget(agent)
 
-    def _add_peer(self, peer: str, owner: TransferReply) -> None:
+    async def _loaded(self, peer: str, owner: TransferReply) -> _Peer:
+        """The owner with the regions that it describes; waits for reads of others that it had."""
         known = self._peers.get(owner.agent)
-        if known is None:
+        while known is not None and known.metadata != owner.metadata and known.reads:
+            known.idle.clear()
+            await known.idle.wait()
+            known = self._peers.get(owner.agent)
+        if known is None or known.metadata != owner.metadata:
+            self._forget(owner.agent)
             self.forget(peer)  # an earlier process at this address
-            known = self._peers[owner.agent] = _Peer(peer, set())
-        if owner.metadata not in known.metadata:
-            self._agent.add_remote_agent(owner.metadata)
-            known.metadata.add(owner.metadata)
+            try:
+                self._agent.add_remote_agent(owner.metadata)
+            except Exception as error:
+                raise TransferError("failed", peer, f"NIXL: {error}") from error
+            known = self._peers[owner.agent] = _Peer(peer, owner.metadata)
         self._peers.move_to_end(owner.agent)
         while len(self._peers) > MAX_PEERS:
             self._forget(next(iter(self._peers)))
+        return known
 
     def _forget(self, agent: str) -> None:
         known = self._peers.pop(agent, None)
-        if known is None or not known.metadata:
+        if known is None:
             return
         try:
             self._agent.remove_remote_agent(agent)

@@ -160,10 +160,11 @@ class TransferServer:
             want.checked and not (region.direct and self._pace.is_soon(size, self._loop.time()))
         ):
             return grant, ranges, GOOD  # the bytes follow
-        name = self.agent.name if self.agent is not None else ""
         self._progress()
-        known = TransferReply(agent=name, base=region.address, metadata=region.metadata)
-        return grant, ranges, known
+        if self.agent is None:
+            return grant, ranges, GOOD
+        metadata = self.agent.metadata if region.direct else b""
+        return grant, ranges, TransferReply(None, "", self.agent.name, region.address, metadata)
 
     async def _send_range(self, channel: Channel, grant: Grant, whole: Range) -> None:
         region = grant.region

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from kvmesh.bus.storage.named_templates import template_name
 from kvmesh.weights.errors import ManifestError
 
 CHUNK_BYTES = 8 << 20
@@ -239,7 +240,10 @@ def _fits(tensor: TensorEntry, file_size: int) -> bool:
 
 
 def is_file_name(name: str) -> bool:
-    """True for a name without a path that is not hidden."""
+    """True for a name without a path that is not hidden, or for that of an additional template."""
+    _, slash, last = name.rpartition("/")
+    if slash:
+        return bool(template_name(name)) and is_file_name(last)
     plain = name.isprintable() and not name.startswith(".") and not set(name) & set("/\\\0")
     return plain and 0 < len(name.encode(errors="replace")) <= 255
 

@@ -60,6 +60,14 @@ def test_dialects_come_from_settings_then_from_the_folder(tmp_path: Path) -> Non
     assert model_card(WorkerSettings(served_name="shown"), tmp_path, INFO, "digest").name == "shown"
 
 
+def test_a_named_template_is_part_of_the_card(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("d")
+    before = model_card(WorkerSettings(), tmp_path, INFO, "digest").template
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("t")
+    assert model_card(WorkerSettings(), tmp_path, INFO, "digest").template != before
+
+
 def test_labels_are_pairs() -> None:
     assert card_labels(WorkerSettings(labels=["zone=a", "gpu=h200=2"])) == {
         "zone": "a",

@@ -15,6 +15,7 @@ import zstandard
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, ModelFilesError, NotFound
+from kvmesh.bus.storage.named_templates import additional_templates, template_name
 from kvmesh.bus.storage.object_bucket import ObjectBucket
 from kvmesh.bus.storage.tokenizer_file import TOKENIZER, tokenizer_json
 from kvmesh.bus.streams.keeper import keeper_of
@@ -45,6 +46,8 @@ def pack(folder: Path) -> bytes:
                 _add(tar, name, tokenizer)
             elif file.is_file():
                 _add(tar, name, file.read_bytes())
+        for name in additional_templates(folder):
+            _add(tar, name, (folder / name).read_bytes())
     return zstandard.ZstdCompressor(level=3).compress(buffer.getvalue())
 
 
@@ -70,7 +73,7 @@ def unpack(archive: bytes) -> dict[str, bytes]:
                 if number == MAX_MEMBERS or not member.isreg() or member.issparse():
                     raise ModelFilesError("a model archive has members other than a model's files")
                 file = tar.extractfile(member)
-                if file is not None and member.name in FILES:
+                if file is not None and (member.name in FILES or template_name(member.name)):
                     files[member.name] = file.read()
     except (zstandard.ZstdError, tarfile.TarError, ValueError, OverflowError) as error:
         raise ModelFilesError(f"unreadable model archive: {error}") from error

@@ -1,7 +1,8 @@
-"""The tokenizer of a model folder, also of one with ranks for tiktoken instead of a file.
+"""The tokenizer of a model folder, also of one for tiktoken or sentencepiece instead of a file.
 
 Kimi models are published with `tiktoken.model` and Python code that reads it. Their pattern and the
-number of their special tokens are constants of that code.
+number of their special tokens are constants of that code. Others have a `tokenizer.model` of
+sentencepiece.
 """
 
 import base64
@@ -12,10 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.bus.errors import ModelFilesError
+from kvmesh.bus.storage.sentencepiece_model import (
+    BPE,
+    PieceType,
+    SentencepieceModel,
+    read_sentencepiece,
+    tokenizer_of,
+)
 
 TOKENIZER = "tokenizer.json"
 RANKS = "tiktoken.model"
-_CODE = "tokenization_kimi."  # in which Kimi's configuration names its tokenizer
+PIECES = "tokenizer.model"
+ADDED = "added_tokens.json"
+CONVERT = (
+    "transformers converts others: python -c 'import sys, transformers as t;"
+    " t.AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])' FOLDER"
+)
+_CODE = "tokenization_kimi"  # the module in which Kimi's code has its tokenizer
 _SPECIAL_TOKENS = 256
 _UPPER, _LOWER = (
     rf"[{kinds}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for kinds in (r"\p{Lu}\p{Lt}", r"\p{Ll}")
@@ -37,7 +51,26 @@ PATTERN = "|".join(
 
 def has_tokenizer(folder: Path) -> bool:
     """True if `tokenizer_json` finds a tokenizer in the folder."""
-    return (folder / TOKENIZER).is_file() or _has_ranks(folder)
+    return bool(tokenizer_files(folder))
+
+
+def tokenizer_files(folder: Path) -> tuple[str, ...]:
+    """The files of a folder that `tokenizer_json` reads besides settings; empty without any."""
+    if (folder / TOKENIZER).is_file():
+        return (TOKENIZER,)
+    if _has_ranks(folder):
+        return (RANKS,)
+    return (PIECES, ADDED) if (folder / PIECES).is_file() else ()
+
+
+def why_no_tokenizer(folder: Path) -> str:
+    """The reason why a folder has no tokenizer, with the remedy."""
+    if not (folder / "config.json").is_file() and not (folder / "tokenizer_config.json").is_file():
+        return f"{folder} is not a Hugging Face model folder: it has no {TOKENIZER}"
+    return (
+        f"{folder} has no {TOKENIZER}, no {PIECES} of sentencepiece, and no {RANKS} with"
+        f" {_CODE}.py; {CONVERT}"
+    )
 
 
 def tokenizer_json(folder: Path) -> bytes:
@@ -45,31 +78,103 @@ def tokenizer_json(folder: Path) -> bytes:
 
     Takes seconds for ranks.
     """
-    if (folder / TOKENIZER).is_file():
-        return (folder / TOKENIZER).read_bytes()
-    if not _has_ranks(folder):
-        raise ModelFilesError(f"{folder} has no {TOKENIZER}: not a Hugging Face model folder")
+    files = tokenizer_files(folder)
+    if not files:
+        raise ModelFilesError(why_no_tokenizer(folder))
+    content = (folder / files[0]).read_bytes()
     try:
-        return _converted((folder / RANKS).read_bytes(), json.dumps(_config(folder)))
+        if files[0] == RANKS:
+            return _of_ranks(content, json.dumps(_config(folder)))
+        if files[0] == PIECES:
+            added = _object(folder / ADDED)
+            return _of_pieces(content, json.dumps(_config(folder)), json.dumps(added))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelFilesError(f"{folder} has a {RANKS} that cannot be read: {error}") from error
+        reason = f"{folder} has a {files[0]} that cannot be read: {error}"
+        raise ModelFilesError(f"{reason}; {CONVERT}") from error
+    return content
 
 
 def _has_ranks(folder: Path) -> bool:
     named = (_config(folder).get("auto_map") or {}).get("AutoTokenizer") or ""
-    return _CODE in str(named) and (folder / RANKS).is_file()
+    known = f"{_CODE}." in str(named) or (folder / f"{_CODE}.py").is_file()
+    return known and (folder / RANKS).is_file()
 
 
 def _config(folder: Path) -> dict[str, Any]:
+    return _object(folder / "special_tokens_map.json") | _object(folder / "tokenizer_config.json")
+
+
+def _object(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / "tokenizer_config.json").read_bytes())
+        found = json.loads(file.read_bytes())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 @lru_cache(maxsize=1)
-def _converted(model: bytes, config: str) -> bytes:
+def _of_pieces(content: bytes, config_text: str, added_text: str) -> bytes:
+    """The tokenizer of a sentencepiece model, with the tokens and settings of the folder."""
+    config, model = json.loads(config_text), read_sentencepiece(content)
+    special = {_text(value) for key, value in config.items() if key.endswith("_token")}
+    named = {
+        number: {"content": text, "special": text in special}
+        for text, number in json.loads(added_text).items()
+    }
+    decoder = config.get("added_tokens_decoder") or {}
+    named |= {int(number): token for number, token in decoder.items()}
+    pieces = [
+        piece._replace(text=named[number]["content"]) if number in named else piece
+        for number, piece in enumerate(model.pieces)
+    ]
+    model = model._replace(pieces=pieces)
+    ends = {"bos": (model.bos, model.type == BPE), "eos": (model.eos, False)}
+    first, last = (
+        (_text(config.get(f"{end}_token")) or model.text(number) or "")
+        if config.get(f"add_{end}_token", default)
+        else ""
+        for end, (number, default) in ends.items()
+    )
+    prefix = config.get("add_prefix_space")
+    converted = tokenizer_of(
+        model,
+        prefix=model.dummy_prefix if prefix is None else bool(prefix),
+        prefixes_all=bool(config.get("legacy")),
+        first=first,
+        last=last,
+    )
+    converted["added_tokens"] = _tokens_beside(model, named)
+    return json.dumps(converted, ensure_ascii=False).encode()
+
+
+def _tokens_beside(
+    model: SentencepieceModel, named: dict[int, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The control tokens of a model and the added ones; ids between these get reserved ones."""
+    control = (PieceType.CONTROL, PieceType.UNKNOWN)
+    own = {n: {"content": p.text} for n, p in enumerate(model.pieces) if p.type in control}
+    count = max([len(model.pieces) - 1, *named]) + 1
+    beyond = {n: {"content": f"<|reserved_token_{n}|>"} for n in range(len(model.pieces), count)}
+    return [_token(n, found) for n, found in sorted((beyond | own | named).items())]
+
+
+def _token(number: int, found: dict[str, Any]) -> dict[str, Any]:
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    return {
+        "id": number,
+        "content": found["content"],
+        "special": bool(found.get("special", True)),
+    } | {flag: bool(found.get(flag, False)) for flag in flags}
+
+
+def _text(token: Any) -> str:
+    """The text of a token in a configuration: a string, or an object with its content."""
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else ""
+
+
+@lru_cache(maxsize=1)
+def _of_ranks(model: bytes, config: str) -> bytes:
     pairs = (line.split() for line in model.splitlines() if line)
     ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     letters = _letters()
@@ -97,17 +202,13 @@ def _converted(model: bytes, config: str) -> bytes:
 
 def _added(first: int, config: dict[str, Any]) -> list[dict[str, Any]]:
     """The special tokens: those that the configuration names, and reserved ones."""
-    named = {int(number): token for number, token in config["added_tokens_decoder"].items()}
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return [
-        {
-            "id": number,
-            "content": named.get(number, {}).get("content", f"<|reserved_token_{number}|>"),
-            "special": bool(named.get(number, {}).get("special", True)),
-        }
-        | plain
+    decoder = config.get("added_tokens_decoder") or {}
+    named = {int(number): token for number, token in decoder.items()}
+    reserved = {
+        number: {"content": f"<|reserved_token_{number}|>"}
         for number in range(first, first + _SPECIAL_TOKENS)
-    ]
+    }
+    return [_token(number, named.get(number, found)) for number, found in reserved.items()]
 
 
 def _last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:

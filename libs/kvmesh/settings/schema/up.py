@@ -65,8 +65,12 @@ class UpSettings(Section, frozen=True, kw_only=True):
         Port, Meta(description="first of consecutive /metrics ports, one per process; 0: none")
     ] = 0
     ready_timeout_s: Annotated[
-        Seconds, Meta(description="longest wait until the mesh is ready")
-    ] = 60.0
+        Seconds,
+        Meta(
+            description="longest time of a start without progress: no process joins, and no worker"
+            " that loads enters another phase or writes a line; kvmesh up then gives up"
+        ),
+    ] = 1800.0
     stop_timeout_s: Annotated[
         Seconds, Meta(description="longest wait for a process to stop before it is killed")
     ] = 10.0

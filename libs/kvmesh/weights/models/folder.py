@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from kvmesh.bus.storage.named_templates import additional_templates
 from kvmesh.weights.checkpoint import (
     PATTERN,
     checkpoint_manifest,
@@ -46,13 +47,18 @@ def folder_content(
     skipped: dict[str, str] = {}
     paths: list[Path] = []
     try:
-        for path in sorted(folder.iterdir()):
+        templates = [folder / name for name in additional_templates(folder)]
+        for path in sorted([*folder.iterdir(), *templates]):
+            if templates and path == templates[0].parent:
+                continue
             reason = _reason(path, weights, with_code)
             if reason:
-                skipped[path.name] = reason
+                skipped[path.relative_to(folder).as_posix()] = reason
             else:
                 paths.append(path)
-        files = [FileEntry(path.name, path.stat().st_size) for path in paths]
+        files = [
+            FileEntry(path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths
+        ]
         with ThreadPoolExecutor(THREADS, "digests") as pool:
             digests = [
                 file_digests(path, chunk_bytes, cache if path in weights else None, pool)

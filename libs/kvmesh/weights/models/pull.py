@@ -107,6 +107,7 @@ class ModelPull:
         """Have a small file, from the store."""
         manifest, entry = self._manifest, self._manifest.files[index]
         path = place.folder / entry.name
+        path.parent.mkdir(exist_ok=True)
         if await asyncio.to_thread(_usable, place, path, manifest, index):
             return
         new = place.root / f"new-{secrets.token_hex(8)}"

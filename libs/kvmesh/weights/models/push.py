@@ -198,4 +198,5 @@ def pushed_text(report: PushReport) -> str:
     """One line about a push."""
     entry = report.entry
     kept = f", {size(report.kept_bytes)} were there" if report.kept else ""
-    return f"pushed {entry.reference}: {size(report.sent_bytes)} sent{kept}"
+    lacking = "" if entry.weights else ", without weights"
+    return f"pushed {entry.reference}: {size(report.sent_bytes)} sent{kept}{lacking}"

@@ -4,7 +4,16 @@ import logging
 
 import msgspec
 
-from kvmesh.bus.messages import Instance, Load, MessageDecoder, Role, RouteEvent, SeqBatch, Wake
+from kvmesh.bus.messages import (
+    Instance,
+    Load,
+    MessageDecoder,
+    Role,
+    RouteEvent,
+    SeqBatch,
+    Starting,
+    Wake,
+)
 from kvmesh.bus.streams.reader import StreamMessage
 from kvmesh.bus.subjects import untoken
 from kvmesh.planner.config import check_same_pools, options_of, pools_of
@@ -141,6 +150,12 @@ class ModelPlanners:
     def on_load(self, load: Load) -> None:
         for core in self.cores.values():
             core.on_load(load)
+
+    def on_starting(self, starting: Starting, now: float) -> None:
+        """A worker reports that it starts."""
+        core = self.cores.get(starting.model)
+        if core is not None:
+            core.reported.heard(starting.instance, now)
 
     def on_route(self, message: StreamMessage, now: float) -> None:
         """A decision or an outcome from the stream."""

@@ -12,7 +12,7 @@ import msgspec
 from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.discovery.ping import answer_pings
-from kvmesh.bus.discovery.worker_reports import follow_loads
+from kvmesh.bus.discovery.worker_reports import follow_loads, follow_starts
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import (
     FleetAnswer,
@@ -180,6 +180,7 @@ class PlannerService:
         except TimeoutError:
             log.warning("planning before the streams are replayed: the replay takes too long")
         await follow_loads(self._bus, self._models.on_load)
+        await follow_starts(self._bus, lambda each: self._models.on_starting(each, time.time()))
         await self._bus.subscribe(self._bus.subjects.wake_all, _wakes, self._on_wake)
 
     # signals

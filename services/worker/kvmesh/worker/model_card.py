@@ -7,7 +7,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from kvmesh.bus.messages import Instance, ModelCard, Role
-from kvmesh.bus.storage.tokenizer_file import RANKS, TOKENIZER
+from kvmesh.bus.storage.named_templates import additional_templates, template_name
+from kvmesh.bus.storage.tokenizer_file import PIECES, RANKS, TOKENIZER, tokenizer_files
 from kvmesh.hashing import HASH_VERSION
 from kvmesh.runtime.service import VERSION
 from kvmesh.settings.schema import WorkerSettings
@@ -21,7 +22,7 @@ _TEMPLATE = (
     "tokenizer_config.json",
     "special_tokens_map.json",
 )
-_WHOLE = (TOKENIZER, RANKS, "chat_template.jinja")
+_WHOLE = (TOKENIZER, RANKS, PIECES, "chat_template.jinja")
 _NOTES = ("_name_or_path", "name_or_path", "transformers_version")
 
 
@@ -39,8 +40,8 @@ def model_card(worker: WorkerSettings, folder: Path, info: EngineInfo, files: st
         tool_parser=worker.tool_parser or hints.get("tool_parser"),
         reasoning_parser=worker.reasoning_parser or hints.get("reasoning_parser"),
         hash_version=HASH_VERSION,
-        tokenizer=_digest(folder, TOKENIZER) or _digest(folder, RANKS),
-        template=_digest(folder, *_TEMPLATE),
+        tokenizer=_digest(folder, *tokenizer_files(folder)),
+        template=_digest(folder, *_TEMPLATE, *additional_templates(folder)),
         config=_digest(folder, "config.json", "generation_config.json"),
         revision=weights_revision(worker, folder),
         kv_layout=info.kv_layout,
@@ -56,10 +57,14 @@ def _digest(folder: Path, *names: str) -> str:
     for name in names:
         file = folder / name
         if file.is_file():
-            content = file.read_bytes() if name in _WHOLE else _content(file)
+            content = file.read_bytes() if _is_whole(name) else _content(file)
             digest.update(f"{name} {len(content)}\n".encode() + content)
             found = True
     return digest.hexdigest()[:DIGITS] if found else ""
+
+
+def _is_whole(name: str) -> bool:
+    return name in _WHOLE or bool(template_name(name))
 
 
 def _content(file: Path) -> bytes:

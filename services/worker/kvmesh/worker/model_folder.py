@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kvmesh.bus.storage.named_templates import additional_templates
 from kvmesh.settings.schema import WorkerSettings
 from kvmesh.worker.engine import EngineConfigError
 
@@ -26,9 +27,8 @@ def model_context(folder: Path) -> int:
 def has_chat_template(folder: Path) -> bool:
     """True if a file of the folder contains one."""
     older = ("chat_template.json", "tokenizer_config.json")
-    return (folder / "chat_template.jinja").is_file() or any(
-        read_json(folder / name).get("chat_template") for name in older
-    )
+    named = (folder / "chat_template.jinja").is_file() or additional_templates(folder)
+    return bool(named) or any(read_json(folder / name).get("chat_template") for name in older)
 
 
 def weights_revision(worker: WorkerSettings, folder: Path) -> str:

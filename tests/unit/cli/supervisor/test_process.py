@@ -54,3 +54,16 @@ async def test_output_is_split_into_lines_of_bounded_length() -> None:
     assert set("".join(lines[2:])) == {"x"}
     assert sum(map(len, lines[2:])) == 200_000
     assert process.record.pid is None
+
+
+async def test_a_line_that_overwrites_itself_is_passed_on_as_it_is_shown() -> None:
+    lines: list[str] = []
+    script = r"printf 'one\r\n'; printf '\r 10%%'; printf '\r 20%%\r'; printf ' 30%%\r 40%%\ntwo\n'"
+    spec = ProcessSpec("worker-0", "worker", ("/bin/sh", "-c", f"{script}; exec sleep 600"), {})
+    process = SupervisedProcess(spec, lambda _, line: lines.append(line), lambda *_: None)
+    running = asyncio.create_task(process.run())
+    await eventually(lambda: "two" in lines)
+    await process.stop(1.0)
+    await running
+    assert (lines[0], lines[-2:]) == ("one", [" 40%", "two"])
+    assert len(lines) <= 4  # at most one state of the bar before the last one

@@ -83,6 +83,27 @@ def test_a_tool_use_template_serves_requests_with_tools() -> None:
     assert chat.render(request(user("hi"), tools=[tool("x")]), TODAY) == "t"
 
 
+NAMED = "additional_chat_templates/tool_use.jinja"
+OLDER = json.dumps({"chat_template": "d"}).encode()
+
+
+@pytest.mark.parametrize(
+    ("files", "plain", "with_tools"),
+    [
+        ({"chat_template.jinja": b"d", NAMED: b"t"}, "d", "t"),
+        ({"tokenizer_config.json": OLDER, NAMED: b"t"}, "d", "t"),
+        ({"chat_template.jinja": b"d", "additional_chat_templates/rag.jinja": b"r"}, "d", "d"),
+        ({NAMED: b"t"}, "t", "t"),
+    ],
+)
+def test_additional_templates_come_beside_the_first(
+    files: dict[str, bytes], plain: str, with_tools: str
+) -> None:
+    chat = ChatTemplate(files)
+    assert chat.render(request(user("hi")), TODAY) == plain
+    assert chat.render(request(user("hi"), tools=[tool("x")]), TODAY) == with_tools
+
+
 def test_a_chat_without_a_template_is_an_error() -> None:
     with pytest.raises(TemplateError, match="no chat template"):
         ChatTemplate({"tokenizer_config.json": CONFIG}).render(request(user("hi")), TODAY)

@@ -8,7 +8,15 @@ from support.planned_model import START, LinearEngine, outcome, worker_card
 from kvmesh.bus.messages import Phase
 from kvmesh.planner.core.pool_view import PoolView
 from kvmesh.planner.core.pools import Pool
-from kvmesh.planner.core.starts import GIVE_UP, MOST_START_S, REMEMBERED, RETRY_S, Starts
+from kvmesh.planner.core.starts import (
+    GIVE_UP,
+    MOST_START_S,
+    REMEMBERED,
+    REPORTED_S,
+    RETRY_S,
+    ReportedStarts,
+    Starts,
+)
 from kvmesh.planner.core.victims import MOST_HITS, WORTH_S, CacheWorth
 
 
@@ -43,6 +51,19 @@ def test_starts_are_given_up_after_three_times_the_start_up_time() -> None:
     assert not starts.blocked(START + 181 + RETRY_S)
     starts.cancel(5)
     assert starts.pending == 0
+
+
+def test_starts_that_workers_report_are_waited_for() -> None:
+    starts, reported, late = Starts(60.0), ReportedStarts(), START + GIVE_UP * 60 + 1
+    starts.begin(2, START)
+    reported.heard("w-1", late - REPORTED_S - 1)  # has ended since
+    reported.heard("w-2", late)
+    assert starts.give_up(late, reported.count(late)) == 1
+    assert starts.give_up(late, reported.count(late)) == 0
+    ended = late + REPORTED_S + 1
+    assert starts.give_up(ended, reported.count(ended)) == 1
+    starts.begin(1, START)
+    assert starts.give_up(START + MOST_START_S + 1, 1) == 1
 
 
 def test_workers_that_were_starting_already_teach_nothing_but_what_their_cards_tell() -> None:

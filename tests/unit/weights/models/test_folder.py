@@ -44,6 +44,16 @@ def test_all_files_are_listed_and_the_others_have_a_reason(folder: Path) -> None
     assert {f.name for f in with_code.folder.files} == {*names, "modeling.py"}
 
 
+def test_named_templates_are_files_of_the_folder(folder: Path) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    for name in ("tool_use.jinja", "notes.txt"):
+        (folder / "additional_chat_templates" / name).write_text("t")
+    content = folder_content(folder, "m", chunk_bytes=CHUNK)
+    names = {file.name for file in content.folder.files}
+    assert {name for name in names if "/" in name} == {"additional_chat_templates/tool_use.jinja"}
+    assert content.skipped == {}
+
+
 def test_the_digest_follows_from_the_files_and_not_from_the_name(folder: Path) -> None:
     one = folder_content(folder, "a", chunk_bytes=CHUNK)
     assert folder_content(folder, "b", chunk_bytes=CHUNK).folder.digest == one.folder.digest

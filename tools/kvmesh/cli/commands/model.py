@@ -45,20 +45,14 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
 
 def _tiny(folder: Path, seed: int) -> int:
-    try:
-        from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
-    except ModuleNotFoundError as error:
-        print(
-            f"kvmesh model: {error.name} is not installed: pip install 'kvmesh[torch]'",
-            file=sys.stderr,
-        )
-        return 1
+    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
+
     try:
         make_tiny_model(folder, seed)
     except OSError as error:
         print(f"kvmesh model: cannot write the model: {error}", file=sys.stderr)
         return 1
-    print(f"wrote {folder}; try: kvmesh up --engine torch --model {folder}")
+    print(f"wrote {folder}; try: kvmesh up --engine torch --model {folder}, or --engine vllm")
     return 0
 
 
@@ -67,13 +61,14 @@ def _on_models(arguments: argparse.Namespace, settings: Settings) -> int:
     from kvmesh.cli.bus_session import run_on_bus
     from kvmesh.cli.models import local, mesh
     from kvmesh.weights.errors import WeightsError
+    from kvmesh.weights.models.reference import name_of_folder
 
     action, operands = arguments.action, arguments.operands
     source = Path(operands[0]) if action == "push" else Path()
     if not source.is_dir():
         print(f"kvmesh model: {source} is no folder", file=sys.stderr)
         return 1
-    name = operands[1] if len(operands) > 1 else source.resolve().name
+    name = operands[1] if len(operands) > 1 else name_of_folder(source)
 
     async def main(bus: Bus) -> int:
         match action:

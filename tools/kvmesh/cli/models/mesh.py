@@ -12,6 +12,7 @@ from kvmesh.bus.errors import NotFound
 from kvmesh.bus.messages import Instance, MessageDecoder
 from kvmesh.bus.storage.buckets import read_bucket
 from kvmesh.cli.models.local import cache_of
+from kvmesh.cli.models.progress import BytesProgress, told
 from kvmesh.runtime.quantities import counted, duration, size
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
@@ -24,6 +25,7 @@ from kvmesh.weights.models.former import remove_former_manifests
 from kvmesh.weights.models.pull import ModelPull, other_folder, pulled_text
 from kvmesh.weights.models.push import ModelPush, pushed_text
 from kvmesh.weights.models.reference import parse_reference
+from kvmesh.weights.models.servable import check_servable
 from kvmesh.weights.models.store import ModelStore, used_by
 
 _cards = MessageDecoder(Instance)
@@ -34,13 +36,19 @@ async def push(bus: Bus, settings: Settings, folder: Path, name: str, with_code:
     reference = parse_reference(name)
     if reference.digest:
         raise ModelStoreError("the digest of a pushed model follows from its files")
-    content = await asyncio.to_thread(
-        folder_content, folder, name, with_code=with_code, cache=cache_folder()
-    )
+    async with told(f"reading {folder}"):
+        content = await asyncio.to_thread(
+            folder_content, folder, name, with_code=with_code, cache=cache_folder()
+        )
+    await asyncio.to_thread(check_servable, folder, content)
+    if content.weights is None:
+        print(
+            f"{folder} has no weights: only the engines mock and openai serve it", file=sys.stderr
+        )
     for skipped, reason in content.skipped.items():
         print(f"left out {skipped}: {reason}", file=sys.stderr)
     pushing = ModelPush(bus, folder, content, name)
-    pushing.report.progress = _Progress("pushed").show
+    pushing.report.progress = BytesProgress("pushed").show
     report = await pushing.run(stream_limits(settings.streams))
     print(pushed_text(report))
     print(f"serve it with: kvmesh worker --model {report.entry.reference}")
@@ -58,7 +66,7 @@ async def pull(bus: Bus, settings: Settings, text: str, folder: Path | None) -> 
     )
     try:
         pulling = ModelPull(bus, entry, manifest, settings.weights.sources)
-        pulling.report.progress = _Progress("pulled").show
+        pulling.report.progress = BytesProgress("pulled").show
         print(pulled_text(await pulling.everything(place)))
         print(place.folder)
     finally:
@@ -83,7 +91,7 @@ async def show(bus: Bus, as_json: bool) -> int:
         print(msgspec.json.encode(content).decode())
         return 0
     for entry in entries:
-        state = "complete"
+        state = "complete" if entry.weights else "complete, without weights"
         if not entry.complete:
             state = f"incomplete: {present[entry.digest]} of {counted(entry.chunks, 'chunk')}"
         age = duration(max(time.time() - entry.created, 0.0))
@@ -149,18 +157,3 @@ async def _present(bus: Bus, entries: list[ModelEntry]) -> dict[str, int]:
             continue
         found[entry.digest] = max(len(used_by([manifest]) & stored.keys()) - 1, 0)
     return found
-
-
-class _Progress:
-    """A line on a terminal that shows bytes done."""
-
-    def __init__(self, verb: str) -> None:
-        self._verb = verb
-        self._shown_at = 0.0
-
-    def show(self, done: int, total: int) -> None:
-        if not sys.stderr.isatty() or time.monotonic() - self._shown_at < 0.5:
-            return
-        self._shown_at = time.monotonic()
-        text = f"{self._verb} {size(done)} of {size(total)}"
-        print(f"\r{text:<60}", end="\r", file=sys.stderr, flush=True)

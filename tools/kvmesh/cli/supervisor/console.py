@@ -48,7 +48,10 @@ def clean(spec: ProcessSpec, text: str) -> str | None:
 
 
 class LogStream:
-    """Formats lines for `emit`, as prefixed text or one JSON object each."""
+    """Formats lines for `emit`, as prefixed text or one JSON object each.
+
+    `on_line` is called with the process of each line of output.
+    """
 
     def __init__(
         self, emit: Callable[[str], None], width: int, json_lines: bool, colour: bool
@@ -57,9 +60,11 @@ class LogStream:
         self._width = width
         self._json = json_lines
         self._colour = colour
+        self.on_line: Callable[[ProcessSpec], None] = lambda _: None
 
     def line(self, spec: ProcessSpec, text: str) -> None:
         """Emit a line of a process's output."""
+        self.on_line(spec)
         cleaned = clean(spec, text)
         if cleaned is not None:
             self.emit(self._format(spec, cleaned))

@@ -131,7 +131,8 @@ class SupervisedMesh:
 
     def _on_exit(self, process: SupervisedProcess, status: int) -> None:
         end = f"{process.spec.name} {describe_exit(status)}"
-        fatal = status == USAGE_ERROR or process.record.failures >= EARLY_FAILURES
+        # loads of several minutes that end in failure are no stable runs before the mesh was ready
+        fatal = status == USAGE_ERROR or process.record.starts >= EARLY_FAILURES
         if fatal and not self._ready:
             self._give_up(f"{end} before the mesh was ready (see the log above)")
             process.retire()

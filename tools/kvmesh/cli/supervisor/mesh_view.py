@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.compatibility import misfits
 from kvmesh.bus.discovery.directory import Directory, routable
+from kvmesh.bus.discovery.worker_reports import follow_starts
 from kvmesh.bus.errors import (
     URL_SETTING,
     BusError,
@@ -17,7 +18,7 @@ from kvmesh.bus.errors import (
     ServerUnfit,
     cause,
 )
-from kvmesh.bus.messages import Instance, Load, MessageDecoder, Role, adapter_name
+from kvmesh.bus.messages import Instance, Load, MessageDecoder, Role, Starting, adapter_name
 from kvmesh.bus.storage.buckets import read_headers
 from kvmesh.bus.streams.configuration import purge_states
 from kvmesh.bus.streams.preparation import prepare_streams, why_not_ready
@@ -31,9 +32,10 @@ RETRY_S = 0.5
 
 
 class MeshView:
-    """Follows leases and load messages; `loads` is by process name, then by rank.
+    """Follows leases, loads and starts; `loads` is by process name, then by rank.
 
-    `waits_for` names what `follow` waits for.
+    `waits_for` names what `follow` waits for. `on_starting` is called with each report of a worker
+    that starts, `on_joined` when a process has joined.
     """
 
     def __init__(self, bus: Bus, settings: Settings) -> None:
@@ -42,6 +44,8 @@ class MeshView:
         self._directory = Directory(bus, self._limits, self._joined)
         self._changed = asyncio.Event()
         self.waits_for = ""
+        self.on_starting: Callable[[Starting], None] = lambda _: None
+        self.on_joined: Callable[[], None] = lambda: None
         self.loads: dict[str, dict[int, Load]] = {}
 
     @classmethod
@@ -75,6 +79,7 @@ class MeshView:
         self.waits_for = ""
         loads = self.bus.subjects.load_all
         await self.bus.subscribe(loads, MessageDecoder(Load), self._on_load)
+        await follow_starts(self.bus, lambda starting: self.on_starting(starting))
 
     def _wait_for_streams(self) -> None:
         self.waits_for = "JetStream"
@@ -110,6 +115,14 @@ class MeshView:
         return self.routable | {card.name for card in cards if card.role is Role.PARKED}
 
     @property
+    def joined(self) -> dict[str, set[str]]:
+        """The instances by process name that have a card, whether they may be given work or not."""
+        found: dict[str, set[str]] = {}
+        for card in self._directory.instances:
+            found.setdefault(card.name, set()).add(card.instance)
+        return found
+
+    @property
     def models(self) -> list[str]:
         """Names of the served models and adapters."""
         cards = self._directory.instances
@@ -139,6 +152,7 @@ class MeshView:
 
     def _joined(self, _: Instance) -> None:
         self._changed.set()
+        self.on_joined()
 
     async def _on_load(self, load: Load) -> None:
         ranks = self.loads.setdefault(load.instance.rpartition("-")[0], {})

@@ -17,6 +17,7 @@ from kvmesh.cli.supervisor.restart_policy import ProcessRecord, ProcessState
 PR_SET_PDEATHSIG = 1
 LINE_BYTES = 1 << 16
 OUTPUT_S = 1.0
+BAR_S = 5.0  # between two states of a progress bar, which overwrites its line
 EXEC_FAILED = 127
 
 
@@ -167,11 +168,17 @@ class AdoptedChild:
 
 
 class _Lines(asyncio.Protocol):
-    """Splits output into lines of at most LINE_BYTES; `ended` is set at its end."""
+    """Splits output into lines of at most LINE_BYTES; `ended` is set at its end.
+
+    Of a line that overwrites itself, as a progress bar does, it passes on the state that is shown
+    every BAR_S seconds, and the last one.
+    """
 
     def __init__(self, on_line: Callable[[str], None]) -> None:
         self._on_line = on_line
         self._rest = b""
+        self._clock = asyncio.get_running_loop().time
+        self._bar_at = -BAR_S
         self.ended = asyncio.Event()
 
     def data_received(self, data: bytes) -> None:
@@ -180,13 +187,27 @@ class _Lines(asyncio.Protocol):
             lines.append(self._rest)
             self._rest = b""
         for line in lines:
-            self._on_line(line.decode(errors="replace").rstrip())
+            self._pass_on(line)
+        if b"\r" in self._rest[:-1]:
+            over = b"\r" if self._rest.endswith(b"\r") else b""
+            self._rest = b"\r" + _shown(self._rest) + over
+            if self._clock() - self._bar_at >= BAR_S:
+                self._bar_at = self._clock()
+                self._pass_on(self._rest)
 
     def connection_lost(self, _: Exception | None) -> None:
         if self._rest:
-            self._on_line(self._rest.decode(errors="replace").rstrip())
+            self._pass_on(self._rest)
             self._rest = b""
         self.ended.set()
+
+    def _pass_on(self, line: bytes) -> None:
+        self._on_line(_shown(line).decode(errors="replace"))
+
+
+def _shown(line: bytes) -> bytes:
+    """The text that a terminal shows of a line."""
+    return line.rstrip().rpartition(b"\r")[2]
 
 
 def _die_with(parent: int) -> Callable[[], None] | None:

@@ -12,11 +12,10 @@ TIMEOUT_S = 2.0
 KEY = "$KEY"
 
 
-async def until_healthy(host: str, ports: Sequence[int]) -> None:
-    """Return once /health returns 200 on every port."""
-    for port in ports:
-        while await asyncio.to_thread(_status, host, port, "/health") != http.client.OK:
-            await asyncio.sleep(POLL_S)
+async def until_healthy(host: str, port: int) -> None:
+    """Return once /health returns 200 on the port."""
+    while await asyncio.to_thread(_status, host, port, "/health") != http.client.OK:
+        await asyncio.sleep(POLL_S)
 
 
 def _status(host: str, port: int, path: str) -> int:

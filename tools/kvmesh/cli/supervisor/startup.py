@@ -12,14 +12,13 @@ from kvmesh.cli.supervisor import ready
 from kvmesh.cli.supervisor.console import LogStream
 from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.cli.supervisor.plan import ProcessSpec, frontend_ports
+from kvmesh.cli.supervisor.starts.watch import CARDLESS, StartWatch
 from kvmesh.settings import Settings, redacted
 
 if TYPE_CHECKING:
     from kvmesh.cli.supervisor.mesh import SupervisedMesh
     from kvmesh.cli.supervisor.mesh_view import MeshView
     from kvmesh.cli.supervisor.operator import FleetOperator
-
-CARDLESS = ("nats", "dashboard")  # they do not announce themselves on the bus
 
 
 class StartupGuide:
@@ -31,38 +30,31 @@ class StartupGuide:
         self._external = not any(spec.role == "nats" for spec in specs)
         self._log = log
         self._started = time.monotonic()
+        self._watch = StartWatch(settings.up.ready_timeout_s, log)
         self._operator: FleetOperator | None = None
         self.view: MeshView | None = None
 
     async def after_nats(self) -> None:
         """Check that an external NATS server is reachable; purge old state if requested."""
+        self._watch.open()
         if self._external or self._settings.up.reset_states:
             view = await self._connect()
             if self._settings.up.reset_states:
-                timeout_s = self._settings.up.ready_timeout_s
-                try:
-                    async with asyncio.timeout(timeout_s):
-                        await view.purge()
-                except TimeoutError:
-                    raise UpError(f"JetStream was not ready within {timeout_s:g} s") from None
+                await self._watch.in_time(view.purge(), "JetStream")
 
     async def until_ready(self, mesh: "SupervisedMesh") -> None:
-        """Wait until the mesh serves and announce it; raises UpError after the timeout.
+        """Wait until the mesh serves and announce it; raises UpError if it makes no progress.
 
         The mesh then starts and stops workers as a planner demands.
         """
-        timeout_s = self._settings.up.ready_timeout_s
+        self._watch.mesh = mesh
         view = await self._connect()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await view.follow()
-                await self._operate(mesh, view)
-                await view.until_present(self._names)
-                await self._until_healthy()
-        except TimeoutError:
-            missing = view.waits_for or ", ".join(sorted(set(self._names) - view.present))
-            reason = f"; missing: {missing}" if missing else ""
-            raise UpError(f"not ready within {timeout_s:g} s{reason} (see the log above)") from None
+        await self._watch.in_time(view.follow())
+        await self._watch.in_time(self._operate(mesh, view), "the wanted fleet")
+        await self._watch.in_time(view.until_present(self._names))
+        for host, port in self._health_checks():
+            work = ready.until_healthy(host, port)
+            await self._watch.in_time(work, f"{ready.url(host, port)}/health")
         self._log.note(f"ready after {time.monotonic() - self._started:.1f} s")
         self._announce(keyless=await self._is_keyless(view))
         if self._operator is not None:
@@ -70,6 +62,7 @@ class StartupGuide:
 
     async def before_stop(self) -> None:
         """Disconnect before NATS stops."""
+        await self._watch.close()
         if self._operator is not None:
             await self._operator.close()
         if self.view is not None:
@@ -83,6 +76,7 @@ class StartupGuide:
         if self.view is None:
             module = await asyncio.to_thread(import_module, "kvmesh.cli.supervisor.mesh_view")
             self.view = await module.MeshView.connect(self._settings, once=self._external)
+            self._watch.attach(self.view)
         return self.view
 
     async def _operate(self, mesh: "SupervisedMesh", view: "MeshView") -> None:
@@ -96,13 +90,14 @@ class StartupGuide:
         except BusError as error:
             raise UpError(f"cannot follow the wanted fleet: {cause(error)}") from error
 
-    async def _until_healthy(self) -> None:
-        if self._settings.up.workers and self._settings.up.routers:
-            host = ready.reachable(self._settings.frontend.host)
-            await ready.until_healthy(host, frontend_ports(self._settings))
+    def _health_checks(self) -> list[tuple[str, int]]:
+        """The hosts and ports whose health shows that the mesh serves."""
+        own, host = self._settings.dashboard, ready.reachable(self._settings.frontend.host)
+        serves = self._settings.up.workers and self._settings.up.routers
+        checks = [(host, port) for port in frontend_ports(self._settings)] if serves else []
         if self._settings.up.dashboard:
-            own = self._settings.dashboard
-            await ready.until_healthy(ready.reachable(own.host), [own.port])
+            checks.append((ready.reachable(own.host), own.port))
+        return checks
 
     async def _is_keyless(self, view: "MeshView") -> bool:
         frontend = self._settings.frontend

@@ -28,6 +28,7 @@ from kvmesh.planner.core.options import PlanOptions
 from kvmesh.planner.core.pool_view import PoolView
 from kvmesh.planner.core.pools import Pool
 from kvmesh.planner.core.promises import Promise, promises_of
+from kvmesh.planner.core.starts import ReportedStarts
 from kvmesh.planner.core.traffic import NewWork, ObservedTraffic
 from kvmesh.planner.core.victims import CacheWorth
 
@@ -46,6 +47,7 @@ class PlannerCore:
         self.worth = CacheWorth()
         self.switches = RoleSwitches()
         self.batch = BatchWork()
+        self.reported = ReportedStarts()
         self.pools = [PoolView(pool, options.startup_s) for pool in pools]
         self.model = ""  # that of the workers
         self._offset = 0.0
@@ -326,7 +328,8 @@ class PlannerCore:
         self.demand.advance(now)
         reasons: list[str] = []
         for view in self.pools:
-            given_up = view.give_up(now, self.options.manual_hold_s)
+            reported = self.reported.count(now - self._offset)
+            given_up = view.give_up(now, self.options.manual_hold_s, reported)
             if given_up:
                 reasons.append(f"{given_up} of {view.pool.name} never became ready")
         before = {view.pool.name: view.wanted for view in self.pools}

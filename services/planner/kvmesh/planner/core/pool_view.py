@@ -225,14 +225,15 @@ class PoolView:
         self.starts.cancel(max(self.wanted - count, 0))
         self.wanted = self._set = count
 
-    def give_up(self, now: float, hold_s: float) -> int:
+    def give_up(self, now: float, hold_s: float, reported: int = 0) -> int:
         """Give up workers that never became ready; returns their number.
 
-        While a change by hand is respected, they are waited for.
+        Those that have `reported` that they start are waited for, and all while a change by hand is
+        respected.
         """
         if self.held(now, hold_s):
             return 0
-        given_up = self.starts.give_up(now)
+        given_up = self.starts.give_up(now, reported)
         if given_up:
             self.wanted = self._set = max(self.wanted - given_up, 0)
         return given_up

@@ -9,6 +9,7 @@ LEAST_PATIENCE_S = 30.0  # a busy machine may delay a start that usually takes a
 REMEMBERED = 8
 RETRY_S = 1800.0
 MOST_START_S = 3600.0  # a card may state anything
+REPORTED_S = 5.0  # a worker that starts reports every second
 
 
 class Starts:
@@ -85,17 +86,39 @@ class Starts:
             self._promotions.append(min(max(promoted_s, 0.1), MOST_START_S))
             self._took.append(min(max(took_s, promoted_s, 0.1), MOST_START_S))
 
-    def give_up(self, now: float) -> int:
-        """Give up the starts that took too long; returns their number."""
+    def give_up(self, now: float, reported: int = 0) -> int:
+        """Give up the starts that took too long; returns their number.
+
+        As many as workers have `reported` that they start go on, for MOST_START_S at least.
+        """
         limit = max(GIVE_UP * self.startup_s, LEAST_PATIENCE_S)
-        given_up = 0
-        while self._begun and now - self._begun[0][0] > limit:
+        late = self._older(now, limit)
+        silent = min(late, max(self.pending - reported, 0))
+        given_up = max(silent, self._older(now, max(limit, MOST_START_S)))
+        for _ in range(given_up):
             self._begun.popleft()
-            given_up += 1
         if given_up:
             self.failed += given_up
             self._failed_at = now
         return given_up
+
+    def _older(self, now: float, limit_s: float) -> int:
+        return sum(now - begun > limit_s for begun, _ in self._begun)
+
+
+class ReportedStarts:
+    """The workers of one model that report that they start."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, float] = {}
+
+    def heard(self, instance: str, now: float) -> None:
+        self._heard[instance] = now
+
+    def count(self, now: float) -> int:
+        """Those heard in the last REPORTED_S; the others have joined, or have ended."""
+        self._heard = {i: at for i, at in self._heard.items() if now - at <= REPORTED_S}
+        return len(self._heard)
 
 
 def _median(values: Iterable[float]) -> float:

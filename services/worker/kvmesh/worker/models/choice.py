@@ -4,12 +4,15 @@ import asyncio
 from contextlib import ExitStack
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import StartPhase
-from kvmesh.bus.storage.tokenizer_file import has_tokenizer
+from kvmesh.bus.storage.tokenizer_file import has_tokenizer, why_no_tokenizer
 from kvmesh.runtime.service import StartError
 from kvmesh.settings.schema import Settings, WorkerSettings
 from kvmesh.weights.errors import WeightsError
+from kvmesh.weights.models.reference import name_of_folder
 from kvmesh.worker.engine import EngineError
 from kvmesh.worker.models.default_model import default_model
 from kvmesh.worker.models.mesh_model import MeshModel, mesh_model, mesh_reference
@@ -25,7 +28,11 @@ async def chosen_model(
     reference = mesh_reference(worker)
     if reference is None:
         with timeline.phase(StartPhase.CONFIGURATION):
-            found = MeshModel(await _folder(worker, cleanup), settings, "")
+            folder = await _folder(worker, cleanup)
+            name = worker.served_name or name_of_folder(folder)
+            found = MeshModel(
+                folder, replace(settings, worker=replace(worker, served_name=name)), ""
+            )
     else:
         name = worker.served_name or reference.name
         try:
@@ -35,8 +42,7 @@ async def chosen_model(
             reason = f"{worker.model} is no folder, and cannot come from the mesh: {error}"
             raise StartError(reason) from error
     if not has_tokenizer(found.folder):
-        reason = f"{worker.model or found.folder} is not a Hugging Face model folder: it has no"
-        raise StartError(f"{reason} tokenizer.json", permanent=True)
+        raise StartError(why_no_tokenizer(worker.model or found.folder), permanent=True)
     return found
 
 

@@ -2,11 +2,10 @@
 
 import logging
 from contextlib import ExitStack
-from importlib import import_module
 from pathlib import Path
 
 from kvmesh.demo import model_dir
-from kvmesh.worker.engine import EngineConfigError, not_installed
+from kvmesh.worker.engine import EngineConfigError
 from kvmesh.worker.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
@@ -21,11 +20,9 @@ def default_model(engine: str, cleanup: ExitStack) -> Path:
         return model_dir()
     if engine != "torch":
         raise EngineConfigError(f"the {engine} engine needs a model: --model FOLDER")
-    try:
-        tiny = import_module("kvmesh.worker.engines.torch.model.tiny")
-    except ModuleNotFoundError as error:
-        raise not_installed(engine, error) from error
+    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model  # loads numpy
+
     folder = cleanup.enter_context(ScratchFolder()).path / "tiny"
     log.info("no model given: creating a tiny one with random weights")
-    tiny.make_tiny_model(folder)
+    make_tiny_model(folder)
     return folder

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kvmesh.bus.storage.named_templates import template_name
 from kvmesh.frontend.dialects.errors import TemplateError
 
 DEFAULT = "default"
@@ -23,20 +24,29 @@ _ENCODER_TYPES = {"deepseek_v41": "deepseek_v4_1"}
 def sources(files: dict[str, bytes]) -> dict[str, str]:
     """Templates by name; `chat_template.jinja` takes precedence over the older files.
 
-    Of models that are published with an encoder instead, our template that writes the same prompts.
+    Files of additional templates come beside either. Of models that are published with an encoder
+    instead, our template that writes the same prompts.
     """
+    named = {name: _text(files, file) for file in files if (name := template_name(file))}
+    if found := _default(files) | named:
+        return found
+    kind = str(read_json(files, "config.json").get("model_type"))
+    architecture = map(_ENCODERS.get, architectures(files))
+    encoder = _ENCODER_TYPES.get(kind) or next(filter(None, architecture), None)
+    if encoder is None:
+        return {}
+    return {DEFAULT: (_BUILTIN / f"{encoder}.jinja").read_text(encoding="utf-8")}
+
+
+def _default(files: dict[str, bytes]) -> dict[str, str]:
+    """The template of `chat_template.jinja`, else those of the older files."""
     if "chat_template.jinja" in files:
         return {DEFAULT: _text(files, "chat_template.jinja")}
     for name in ("chat_template.json", "tokenizer_config.json"):
         found = _named(read_json(files, name).get("chat_template"))
         if found:
             return found
-    kind = str(read_json(files, "config.json").get("model_type"))
-    named = map(_ENCODERS.get, architectures(files))
-    encoder = _ENCODER_TYPES.get(kind) or next(filter(None, named), None)
-    if encoder is None:
-        return {}
-    return {DEFAULT: (_BUILTIN / f"{encoder}.jinja").read_text(encoding="utf-8")}
+    return {}
 
 
 def architectures(files: dict[str, bytes]) -> list[str]:

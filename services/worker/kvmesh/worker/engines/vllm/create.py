@@ -27,6 +27,7 @@ from kvmesh.worker.lora.folder import AdapterError, configured_adapters
 log = logging.getLogger(__name__)
 PLUGIN = "kvmesh"
 AOT = "VLLM_USE_AOT_COMPILE"
+CPU_BLOCK = 32  # tokens
 
 
 def create(context: EngineContext) -> "VllmEngine":
@@ -68,6 +69,7 @@ def create(context: EngineContext) -> "VllmEngine":
     on_cpu = current_platform.is_cpu()
     if on_cpu:  # what it compiles ahead of time there it cannot load, and compiles again
         os.environ.setdefault(AOT, "0")
+        arguments["block_size"] = _cpu_block_size(arguments["block_size"])
     arguments = lora_arguments(arguments, len(adapters), worker.max_adapters, on_cpu)
     engine = engine_type(
         arguments,
@@ -84,6 +86,14 @@ def create(context: EngineContext) -> "VllmEngine":
     )
     engine.expects_returns = engine_type.retains and worker.eviction == "forecast"
     return engine
+
+
+def _cpu_block_size(size: int) -> int:
+    """The block size or the next larger one that attention on a CPU has."""
+    possible = -(-size // CPU_BLOCK) * CPU_BLOCK
+    if possible != size:
+        log.warning("vLLM on a CPU has no blocks of %d tokens: they have %d", size, possible)
+    return possible
 
 
 def _use_weights(arguments: dict[str, Any], context: EngineContext) -> None:

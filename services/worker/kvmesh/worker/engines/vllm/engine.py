@@ -65,6 +65,8 @@ log = logging.getLogger(__name__)
 HEALTH_S = 0.5
 STOPPED_S = 3.0
 ABANDON_S = 3.0  # nothing is lost with ranks that have no device
+READY_TIMEOUT = "VLLM_ENGINE_READY_TIMEOUT_S"
+DAY_S = 86400  # vLLM's own 600 s end the load of a large model
 # structured-output backends that support `format` trees
 TAGGING = ("auto", "xgrammar")
 _FINISH = {"stop": "stop", "length": "length", "repetition": "stop"}
@@ -101,6 +103,7 @@ class VllmEngine(PrefetchingAdapter):
         self._compile_timeout_s = compile_timeout_s
         self._arguments = arguments
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault(READY_TIMEOUT, str(DAY_S))
         self._traces = arguments.get(ENDPOINT) is not None
         self._adapters = adapters
         self._served = served

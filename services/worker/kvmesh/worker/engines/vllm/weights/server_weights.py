@@ -19,6 +19,7 @@ from kvmesh.weights.answer import WeightsAnswer, write_answer
 from kvmesh.weights.client import LoadersProcess, access
 from kvmesh.weights.frames import WeightsJob
 from kvmesh.weights.locks import FileLock
+from kvmesh.weights.models.reference import name_of_folder
 from kvmesh.worker.engines.vllm.weights.options import LoaderOptions, loader_options
 from kvmesh.worker.model_folder import weights_revision
 
@@ -109,7 +110,7 @@ def _job(
         env=env,
         name=worker.name or f"vllm-{identity}",
         instance=f"vllm-{identity}",
-        model=worker.served_name or folder.name,
+        model=worker.served_name or name_of_folder(folder),
         folder=str(folder),
         revision=weights_revision(worker, folder),
         node=worker.node or os.uname().nodename,

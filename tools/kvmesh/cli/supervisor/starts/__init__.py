@@ -1,0 +1,1 @@
+"""Progress of the processes of `kvmesh up` that start."""
