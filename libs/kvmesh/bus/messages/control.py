@@ -37,7 +37,7 @@ class Drain(Struct, frozen=True, tag="drain"):
 
 
 class Clear(Struct, frozen=True, tag="clear"):
-    """Drop all blocks that no running request uses.
+    """Drop all blocks, but those that running requests use, which the reply then tells.
 
     Restricted to `tiers` if given, to `model` on a kvbm with several models, and to one namespace
     if `salt` is given, which is that salt and the `tenant` of the work that computed the blocks.
@@ -206,13 +206,22 @@ Control: TypeAlias = (
 )
 
 
+class NotCleared(Struct, frozen=True):
+    """A tier with blocks that a `Clear` named and that prompts may still find, and the reason."""
+
+    tier: int
+    reason: str
+
+
 class ControlReply(Struct, frozen=True):
     """Reply to a command: `ok` if it applied, else a reason (an unknown request, for example).
 
     `blocks` counts the blocks concerned, in tier 0 of a worker or in the tiers of a kvbm. `adapter`
     is the identity of the adapter that the command loaded or unloaded; `no_room`: it was not loaded
-    as no other may leave now. `digest` of a rank's blocks
-    holds after all its events below `next_event` and before that one; `fingerprints` as requested.
+    as no other may leave now. `not_cleared` are the tiers that a `Clear` left as they are, or
+    cleared in part: after an `ok` no prompt finds the blocks that it named. `digest` of a rank's
+    blocks holds after all its events below `next_event` and before that one; `fingerprints` as
+    requested.
     """
 
     ok: bool
@@ -223,6 +232,7 @@ class ControlReply(Struct, frozen=True):
     next_event: int | None = None
     fingerprints: bytes = b""
     no_room: bool = False
+    not_cleared: list[NotCleared] = []
 
 
 # --- questions of operators to routers and indexers

@@ -64,7 +64,12 @@ class KvbmNode:
             self._clock,
         )
         self._control = control.ControlServer(
-            manager, self._settle, self._clock, self._dump, service.stopping.set
+            manager,
+            self._settle,
+            self._clock,
+            self._dump,
+            service.stopping.set,
+            self._sources.undropped,
         )
 
     # optional parts
@@ -126,7 +131,7 @@ class KvbmNode:
             await self._bus.serve(
                 subjects.ctl(instance),
                 control.decoder,
-                returning(self._control.obey),
+                self._control.obey,
                 on_malformed=_malformed,
             ),
             await self._bus.subscribe(
@@ -162,6 +167,7 @@ class KvbmNode:
         await self.worker_server.close()
         for subscription in self._subscriptions:
             await subscription.unsubscribe()
+        await self._control.close()
         await self._presence.close()
 
     async def close_tiers(self) -> None:
