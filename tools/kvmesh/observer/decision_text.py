@@ -66,6 +66,8 @@ def outcome_lines(outcome: Outcome, decision: Decision | None) -> list[str]:
         f"{_ttft(outcome.ttft_s)}, all {outcome.output_tokens:,} after {total}",
         f"cached {outcome.cached_tokens:,} prompt tokens{_expected(decision)}",
     ]
+    if unexpected := _unexpected(outcome, decision):
+        lines.append(f"{unexpected:,} of them were served from a tier that announces nothing")
     if sender := _sender(outcome):
         lines.append(sender)
     if outcome.shown is not None:
@@ -236,6 +238,16 @@ def _expected(decision: Decision | None) -> str:
         return ""
     expected = sum(prompt_rank(decision).overlap) * decision.block_size
     return f", expected {expected:,}"
+
+
+def _unexpected(outcome: Outcome, decision: Decision | None) -> int:
+    """Cached tokens that neither the index knew nor a request that ran had, in whole blocks."""
+    if decision is None or decision.possible is None or outcome.attempts != 1:
+        return 0
+    if not decision.block_size or decision.prefill is not None or outcome.ahead is not None:
+        return 0
+    known = max(sum(decision.chosen.overlap), decision.possible.running)
+    return max(outcome.cached_tokens // decision.block_size - known, 0) * decision.block_size
 
 
 def _terms(terms: PrefetchTerms) -> str:

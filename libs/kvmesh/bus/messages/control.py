@@ -185,6 +185,10 @@ class Sleep(Struct, frozen=True, tag="sleep"):
     """
 
 
+class ShowEvents(Struct, frozen=True, tag="show_events"):
+    """Ask a worker for the counts of its engine's KV events; the reply is an `EventReport`."""
+
+
 class Ping(Struct, frozen=True, tag="ping"):
     """Liveness probe: the server replies "no responders" if the instance is gone."""
 
@@ -203,6 +207,7 @@ Control: TypeAlias = (
     | Serve
     | Promote
     | Sleep
+    | ShowEvents
 )
 
 
@@ -233,6 +238,26 @@ class ControlReply(Struct, frozen=True):
     fingerprints: bytes = b""
     no_room: bool = False
     not_cleared: list[NotCleared] = []
+
+
+class RankEvents(Struct, frozen=True, kw_only=True):
+    """KV events of one rank's engine since the start, in blocks.
+
+    `kept` reached the index, by tier; `dropped` could not, by reason; `unplaced` wait for an event
+    that says what precedes them. `malformed` counts messages that could not be decoded.
+    """
+
+    rank: int
+    kept: list[int]
+    dropped: dict[str, int] = {}
+    unplaced: int = 0
+    malformed: int = 0
+
+
+class EventReport(Struct, frozen=True):
+    """The ranks whose KV events a worker follows; none if its engine tells its blocks itself."""
+
+    ranks: list[RankEvents]
 
 
 # --- questions of operators to routers and indexers

@@ -13,8 +13,10 @@ from msgspec import Struct
 from kvmesh.bus.messages import (
     Clear,
     ControlReply,
+    EventReport,
     Pin,
     Prefetch,
+    RankEvents,
     Release,
     ReturnForecast,
     Unpin,
@@ -245,6 +247,23 @@ async def execute_command(engine: Engine, name: str, command: EngineCommand) -> 
         return ControlReply(False, f"the {name} engine did not reply within {COMMAND_S:g} s")
     except EngineError as error:
         return ControlReply(False, str(error))
+
+
+def event_report(engine: Engine) -> EventReport:
+    """The counts of the KV events that an engine publishes; none if it tells its blocks itself."""
+    ranks = engine.event_counts() if isinstance(engine, FollowingEvents) else []
+    return EventReport(
+        [
+            RankEvents(
+                rank=counts.rank,
+                kept=counts.kept,
+                dropped=counts.dropped,
+                unplaced=counts.unplaced,
+                malformed=counts.malformed,
+            )
+            for counts in ranks
+        ]
+    )
 
 
 def _prefetch(engine: Engine, name: str, command: Prefetch) -> ControlReply:

@@ -5,7 +5,7 @@ from typing import Any
 from msgspec import Struct
 
 from kvmesh.bus.messages import Clear
-from kvmesh.worker.adapters.engine_stores import MULTI, not_clearable, vllm_stores
+from kvmesh.worker.adapters.engine_stores import not_clearable, vllm_stores
 from kvmesh.worker.clearing import DISK, HOST, REMOTE, named_tiers
 
 _MEDIA = {HOST: "CPU", DISK: "DISK", REMOTE: "REMOTE"}
@@ -37,7 +37,8 @@ def clear_stores(scheduler: Any, command: Clear) -> tuple[dict[int, str], list[M
     kept = not_clearable(stores, command)
     cleared = []
     tiers = named_tiers(command)
-    by_name = {type(one).__name__: one for one in _connectors(scheduler.connector)}
+    connectors = _connectors(scheduler.connector)
+    by_name = {base.__name__: one for one in connectors for base in type(one).__mro__}
     for store in stores:
         tier = store.tiers[0]
         if command.salt is not None or not store.clears or tier not in tiers:
@@ -51,6 +52,7 @@ def clear_stores(scheduler: Any, command: Clear) -> tuple[dict[int, str], list[M
 
 
 def _connectors(connector: Any) -> list[Any]:
-    if type(connector).__name__ == MULTI:
-        return [one for child in connector._connectors for one in _connectors(child)]
-    return [connector]
+    children = getattr(connector, "_connectors", None)  # of a MultiConnector
+    if children is None:
+        return [connector]
+    return [one for child in children for one in _connectors(child)]

@@ -1,0 +1,216 @@
+"""Cached tokens that workers serve beside those that routers expect, and their KV events."""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+import msgspec
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import BusError, NotPermitted
+from kvmesh.bus.messages import (
+    Decision,
+    EventReport,
+    Instance,
+    MessageDecoder,
+    Outcome,
+    RankEvents,
+    Role,
+    RouteEvent,
+    ShowEvents,
+)
+from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
+from kvmesh.index import TIERS
+from kvmesh.placement_rules.served import ServedTokens, expected_tokens
+from kvmesh.runtime.lru import LruCache
+
+RECENT = 256  # prompts of a worker
+MOST_OPEN = 4096  # decisions whose outcome has not come
+MOST_READ = 20_000  # messages of the route stream
+MOST_ASKED = 256  # workers
+ASK_S = 2.0
+PARALLEL = 16
+_routes: MessageDecoder[RouteEvent] = MessageDecoder(RouteEvent)
+_reports = MessageDecoder(EventReport)
+
+
+class ServedPrompt(NamedTuple):
+    """A prompt whose request ended at the Unix time `time`: tokens by tier, as `ServedTokens`."""
+
+    time: float
+    expected: Sequence[int]
+    served: Sequence[int]
+    running: int
+
+
+class WorkerCache(NamedTuple):
+    """One worker: its recent prompts, and its KV events; None where they cannot be asked for."""
+
+    instance: str
+    served: ServedTokens
+    events: list[RankEvents] | None = None
+
+    @property
+    def kept(self) -> list[int] | None:
+        """The blocks that reached the index, by tier; None if the engine has no KV events."""
+        if not self.events:
+            return None
+        return [sum(tier) for tier in zip(*(rank.kept for rank in self.events), strict=True)]
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """The blocks that did not reach the index, and the messages that say nothing, by reason."""
+        counts: dict[str, int] = {}
+        for rank in self.events or ():
+            for reason, count in (*rank.dropped.items(), ("malformed", rank.malformed)):
+                if count:
+                    counts[reason] = counts.get(reason, 0) + count
+        return counts
+
+
+class ServedByWorker:
+    """Compares the outcomes of the route stream with its decisions, worker by worker."""
+
+    def __init__(self) -> None:
+        self._decisions: LruCache[str, Decision] = LruCache(MOST_OPEN)
+        self._prompts: dict[str, deque[ServedPrompt]] = {}
+
+    def add(self, data: bytes) -> None:
+        """Take a message of the stream."""
+        try:
+            event = _routes.decode(data)
+        except msgspec.MsgspecError:
+            return  # of another version
+        if isinstance(event, Decision):
+            self._decisions.put(event.request, event)
+            return
+        decision = self._decisions.peek(event.request)
+        prompt = None if decision is None else compared(decision, event)
+        if prompt is not None:
+            prompts = self._prompts.setdefault(event.instance, deque(maxlen=RECENT))
+            prompts.append(prompt)
+
+    def since(self, time: float) -> dict[str, ServedTokens]:
+        """The tokens of each worker's prompts that ended after a Unix time."""
+        found: dict[str, ServedTokens] = {}
+        for instance, prompts in self._prompts.items():
+            total = ServedTokens()
+            for prompt in prompts:
+                if prompt.time >= time:
+                    total.add(prompt.expected, prompt.served, prompt.running)
+            if total.requests:
+                found[instance] = total
+        return found
+
+    def retain(self, instances: Iterable[str]) -> None:
+        """Forget all workers but these."""
+        self._prompts = {i: self._prompts[i] for i in instances if i in self._prompts}
+
+
+def compared(decision: Decision, outcome: Outcome) -> ServedPrompt | None:
+    """A prompt's expected and served tokens; None if it was computed in several places.
+
+    None, too, of further choices of a prompt, and if the engine has not counted its cached tokens.
+    """
+    if decision.prefill is not None or outcome.attempts != 1 or not outcome.prompt_tokens:
+        return None
+    if not outcome.cached_tiers:
+        return None
+    chosen, size = decision.chosen, decision.block_size
+    expected = expected_tokens(chosen.overlap, size, outcome.prompt_tokens)
+    running = decision.possible.running if decision.possible is not None else 0
+    return ServedPrompt(outcome.time, expected, outcome.cached_tiers, running * size)
+
+
+async def read_served(bus: Bus, since: float, last: int) -> ServedByWorker:
+    """What the route stream, whose last message is number `last`, says since a Unix time.
+
+    It reads at most MOST_READ messages.
+    """
+    subjects, found = bus.subjects, ServedByWorker()
+
+    def on_message(message: StreamMessage) -> None:
+        found.add(message.data)
+
+    start = Start(time=datetime.fromtimestamp(since, UTC))
+    if last > MOST_READ:
+        info = await bus.js.get_msg(subjects.route_stream, last - MOST_READ)
+        if info.time is not None and info.time.timestamp() > since:
+            start = Start(after=last - MOST_READ)
+    reader = StreamReader(bus, subjects.route_stream, subjects.route_all, on_message, start)
+    await reader.open()
+    try:
+        await reader.caught_up.wait()
+    finally:
+        await reader.close()
+    return found
+
+
+async def events_of(bus: Bus, cards: Iterable[Instance]) -> dict[str, list[RankEvents]]:
+    """The KV events of each worker that replies, of at most MOST_ASKED; raises NotPermitted."""
+    workers = [card for card in cards if card.role is Role.WORKER and card.model is not None]
+    slots = asyncio.Semaphore(PARALLEL)
+
+    async def ask(card: Instance) -> list[RankEvents] | None:
+        async with slots:
+            try:
+                subject = bus.subjects.ctl(card.instance)
+                return (await bus.request(subject, ShowEvents(), _reports, ASK_S)).ranks
+            except NotPermitted:
+                raise
+            except BusError:
+                return None  # of another version, or gone
+
+    asked = workers[:MOST_ASKED]
+    replies = await asyncio.gather(*map(ask, asked))
+    found = zip(asked, replies, strict=True)
+    return {card.instance: reply for card, reply in found if reply is not None}
+
+
+class CacheRow(NamedTuple):
+    """A row of `kvmesh top --view caches`: tokens of recent prompts, blocks since the start."""
+
+    instance: str
+    prompts: int
+    expected_tokens: int
+    served_tokens: int
+    engine_difference: int
+    host_difference: int
+    disk_difference: int
+    remote_difference: int
+    unexpected_tokens: int
+    missing_tokens: int
+    kept_blocks: int | None
+    dropped_blocks: str
+
+
+def cache_rows(
+    served: Mapping[str, ServedTokens], events: Mapping[str, list[RankEvents]]
+) -> list[CacheRow]:
+    """A row for each worker that has served a prompt, or follows KV events."""
+    names = dict.fromkeys([*served, *(name for name, ranks in events.items() if ranks)])
+    return [
+        _row(WorkerCache(name, served.get(name, ServedTokens()), events.get(name)))
+        for name in names
+    ]
+
+
+def _row(cache: WorkerCache) -> CacheRow:
+    served, kept = cache.served, cache.kept
+    engine, host, disk, remote = [*served.difference, *[0] * TIERS][:TIERS]
+    return CacheRow(
+        instance=cache.instance,
+        prompts=served.requests,
+        expected_tokens=sum(served.expected),
+        served_tokens=sum(served.served),
+        engine_difference=engine,
+        host_difference=host,
+        disk_difference=disk,
+        remote_difference=remote,
+        unexpected_tokens=served.unexpected,
+        missing_tokens=served.missing,
+        kept_blocks=None if kept is None else sum(kept),
+        dropped_blocks=", ".join(f"{count:,} {why}" for why, count in cache.dropped.items()),
+    )
