@@ -8,9 +8,17 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 
-def expected_tokens(overlap: Sequence[int], block_size: int, prompt_tokens: int) -> list[int]:
-    """Cached tokens by tier of a prompt with an `overlap` in blocks; its last one is computed."""
+def expected_tokens(
+    overlap: Sequence[int], block_size: int, prompt_tokens: int, announced: int | None = None
+) -> list[int]:
+    """Cached tokens by tier of a prompt with an `overlap` in blocks; its last one is computed.
+
+    A router's overlap has blocks that it predicts: with `announced`, only as many leading blocks
+    count, those that the index knows (`PossibleHits.chosen`).
+    """
     left = max(prompt_tokens - 1, 0) // block_size * block_size if block_size else 0
+    if announced is not None:
+        left = min(left, announced * block_size)
     expected = []
     for blocks in overlap:
         expected.append(min(blocks * block_size, left))

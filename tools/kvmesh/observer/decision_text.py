@@ -67,7 +67,7 @@ def outcome_lines(outcome: Outcome, decision: Decision | None) -> list[str]:
         f"cached {outcome.cached_tokens:,} prompt tokens{_expected(decision)}",
     ]
     if unexpected := _unexpected(outcome, decision):
-        lines.append(f"{unexpected:,} of them were served from a tier that announces nothing")
+        lines.append(unexpected)
     if sender := _sender(outcome):
         lines.append(sender)
     if outcome.shown is not None:
@@ -240,14 +240,21 @@ def _expected(decision: Decision | None) -> str:
     return f", expected {expected:,}"
 
 
-def _unexpected(outcome: Outcome, decision: Decision | None) -> int:
-    """Cached tokens that neither the index knew nor a request that ran had, in whole blocks."""
-    if decision is None or decision.possible is None or outcome.attempts != 1:
-        return 0
-    if not decision.block_size or decision.prefill is not None or outcome.ahead is not None:
-        return 0
-    known = max(sum(decision.chosen.overlap), decision.possible.running)
-    return max(outcome.cached_tokens // decision.block_size - known, 0) * decision.block_size
+def _unexpected(outcome: Outcome, decision: Decision | None) -> str:
+    """The reason of cached tokens that the index did not know of; empty without any."""
+    if decision is None or not decision.block_size or decision.prefill is not None:
+        return ""
+    if outcome.attempts != 1 or outcome.ahead is not None:
+        return ""
+    size, possible = decision.block_size, decision.possible
+    known = sum(decision.chosen.overlap) if possible is None else possible.chosen
+    unknown = (outcome.cached_tokens // size - known) * size
+    if unknown <= 0:
+        return ""
+    source = "served from a tier that announces nothing"
+    just_before = possible is not None and possible.running > known
+    either = "computed just before by another request, or " if just_before else ""
+    return f"{unknown:,} of them were {either}{source}"
 
 
 def _terms(terms: PrefetchTerms) -> str:

@@ -166,7 +166,7 @@ class FrontendModelMetrics:
 
 
 class ServedCollector(Collector):
-    """Cached tokens that routers expected of each worker, and those that its engine served.
+    """Cached tokens that the index knew of each worker, and those that its engine served.
 
     `totals` returns a model, a worker and its tokens, for each worker.
     """
@@ -178,7 +178,7 @@ class ServedCollector(Collector):
         labels = ["model", "worker", "tier"]
         expected = CounterMetricFamily(
             "kvmesh_frontend_expected_cached_tokens",
-            "Cached prompt tokens that routers expected of a worker, by tier",
+            "Cached prompt tokens that the index knew of a worker when it was chosen, by tier",
             labels=labels,
         )
         served = CounterMetricFamily(

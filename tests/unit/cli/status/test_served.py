@@ -15,7 +15,9 @@ SIZE = 16
 INSTANCE = "w-0-ab"
 
 
-def decision(name: str, overlap: list[int], running: int = 0) -> Decision:
+def decision(
+    name: str, overlap: list[int], running: int = 0, time: float = 0.0, hashes: bytes = b""
+) -> Decision:
     chosen = Candidate(
         instance=INSTANCE,
         worker="w-0",
@@ -29,16 +31,16 @@ def decision(name: str, overlap: list[int], running: int = 0) -> Decision:
     return Decision(
         request=name,
         model="m",
-        time=0.0,
+        time=time,
         router="r",
         policy="p",
         chosen=chosen,
         candidates=[chosen],
         tokens=330,
-        sequence_hashes=b"",
+        sequence_hashes=hashes,
         max_tokens=1,
         block_size=SIZE,
-        possible=PossibleHits(running=running),
+        possible=PossibleHits(chosen=sum(overlap), running=running),
     )
 
 
@@ -76,6 +78,11 @@ def follow(*pairs: tuple[Decision, Outcome]) -> ServedByWorker:
     return served
 
 
+def test_blocks_that_a_router_predicts_are_not_announced() -> None:
+    assert expected_tokens([4, 2, 1], SIZE, 330, 5) == [64, 16, 0]
+    assert expected_tokens([4], SIZE, 330, 0) == [0]
+
+
 def test_surplus_and_lack_are_told_by_tier() -> None:
     served = follow(
         (decision("a", [4, 2]), outcome("a", [64, 32])),
@@ -105,16 +112,29 @@ def _fields(placed: Decision) -> dict[str, Any]:
     return {name: getattr(placed, name) for name in Decision.__struct_fields__}
 
 
-def test_tokens_that_a_running_request_computed_are_no_surprise() -> None:
-    placed = decision("a", [0], running=20)
-    served = follow((placed, outcome("a", [320])))
-    assert served.since(0.0)[INSTANCE].unexpected == 0
-    assert not any("announces" in line for line in outcome_lines(outcome("a", [320]), placed))
+@pytest.mark.parametrize(("begun", "unexpected"), [(5.0, 160), (10.5, 320)])
+def test_tokens_that_a_running_request_computed_are_no_surprise(
+    begun: float, unexpected: int
+) -> None:
+    hashes = bytes(range(160))
+    other = hashes[:80] + bytes(80)
+    served = ServedByWorker()
+    served.add(encode(decision("first", [0], time=0.0, hashes=hashes)))
+    served.add(encode(decision("second", [0], time=begun, hashes=other)))
+    served.add(encode(outcome("first", [0])))
+    served.add(encode(outcome("second", [320])))
+    assert served.since(0.0)[INSTANCE].unexpected == unexpected
 
 
 def test_explain_names_tokens_from_a_tier_that_announces_nothing() -> None:
     lines = outcome_lines(outcome("a", [64, 256]), decision("a", [4]))
     assert "256 of them were served from a tier that announces nothing" in lines
+    lines = outcome_lines(outcome("a", [64, 256]), decision("a", [4], running=20))
+    reason = "computed just before by another request, or served from a tier that announces nothing"
+    assert f"256 of them were {reason}" in lines
+    assert not any(
+        "announces" in line for line in outcome_lines(outcome("a", [64]), decision("a", [4]))
+    )
 
 
 def cache(prompts: int, expected: int, served: int, *events: RankEvents) -> WorkerCache:

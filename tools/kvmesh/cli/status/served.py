@@ -1,9 +1,11 @@
 """Cached tokens that workers serve beside those that routers expect, and their KV events."""
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -22,12 +24,12 @@ from kvmesh.bus.messages import (
     ShowEvents,
 )
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.index import TIERS
 from kvmesh.placement_rules.served import ServedTokens, expected_tokens
-from kvmesh.runtime.lru import LruCache
 
 RECENT = 256  # prompts of a worker
-MOST_OPEN = 4096  # decisions whose outcome has not come
+MOST_PLACED = 128  # of a worker
 MOST_READ = 20_000  # messages of the route stream
 MOST_ASKED = 256  # workers
 ASK_S = 2.0
@@ -70,11 +72,20 @@ class WorkerCache(NamedTuple):
         return counts
 
 
+@dataclass(slots=True)
+class _Placed:
+    decision: Decision
+    ended: float = inf  # in Unix time
+
+
 class ServedByWorker:
-    """Compares the outcomes of the route stream with its decisions, worker by worker."""
+    """Compares the outcomes of the route stream with its decisions, worker by worker.
+
+    Requests that ran at a decision may have computed its prefix: their ends come later.
+    """
 
     def __init__(self) -> None:
-        self._decisions: LruCache[str, Decision] = LruCache(MOST_OPEN)
+        self._placed: dict[str, OrderedDict[str, _Placed]] = {}
         self._prompts: dict[str, deque[ServedPrompt]] = {}
 
     def add(self, data: bytes) -> None:
@@ -84,10 +95,22 @@ class ServedByWorker:
         except msgspec.MsgspecError:
             return  # of another version
         if isinstance(event, Decision):
-            self._decisions.put(event.request, event)
+            recent = self._placed.setdefault(event.chosen.instance, OrderedDict())
+            recent[event.request] = _Placed(event)
+            if len(recent) > MOST_PLACED:
+                recent.popitem(last=False)
             return
-        decision = self._decisions.peek(event.request)
-        prompt = None if decision is None else compared(decision, event)
+        recent = self._placed.get(event.instance, OrderedDict())
+        placed = recent.get(event.request)
+        if placed is None:
+            return
+        placed.ended = event.time
+        running = (
+            _shared_blocks(other.decision, placed.decision)
+            for other in recent.values()
+            if other is not placed and other.ended > placed.decision.time > other.decision.time
+        )
+        prompt = compared(placed.decision, event, max(running, default=0))
         if prompt is not None:
             prompts = self._prompts.setdefault(event.instance, deque(maxlen=RECENT))
             prompts.append(prompt)
@@ -106,22 +129,38 @@ class ServedByWorker:
 
     def retain(self, instances: Iterable[str]) -> None:
         """Forget all workers but these."""
-        self._prompts = {i: self._prompts[i] for i in instances if i in self._prompts}
+        kept = set(instances)
+        self._prompts = {i: found for i, found in self._prompts.items() if i in kept}
+        self._placed = {i: found for i, found in self._placed.items() if i in kept}
 
 
-def compared(decision: Decision, outcome: Outcome) -> ServedPrompt | None:
+def compared(decision: Decision, outcome: Outcome, running: int) -> ServedPrompt | None:
     """A prompt's expected and served tokens; None if it was computed in several places.
 
-    None, too, of further choices of a prompt, and if the engine has not counted its cached tokens.
+    Requests that ran had `running` leading blocks of it. None, too, of further choices of a
+    prompt, and if the engine has not counted its cached tokens.
     """
     if decision.prefill is not None or outcome.attempts != 1 or not outcome.prompt_tokens:
         return None
     if not outcome.cached_tiers:
         return None
-    chosen, size = decision.chosen, decision.block_size
-    expected = expected_tokens(chosen.overlap, size, outcome.prompt_tokens)
-    running = decision.possible.running if decision.possible is not None else 0
+    size, possible = decision.block_size, decision.possible
+    announced = None if possible is None else possible.chosen
+    overlap = decision.chosen.overlap
+    expected = expected_tokens(overlap, size, outcome.prompt_tokens, announced)
     return ServedPrompt(outcome.time, expected, outcome.cached_tiers, running * size)
+
+
+def _shared_blocks(one: Decision, other: Decision) -> int:
+    """The number of leading blocks that two prompts share."""
+    first, second = one.sequence_hashes, other.sequence_hashes
+    low, high = 0, min(len(first), len(second)) // HASH_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        end = middle * HASH_BYTES  # a hash stands for all before it
+        same = first[end - HASH_BYTES : end] == second[end - HASH_BYTES : end]
+        low, high = (middle, high) if same else (low, middle - 1)
+    return low
 
 
 async def read_served(bus: Bus, since: float, last: int) -> ServedByWorker:

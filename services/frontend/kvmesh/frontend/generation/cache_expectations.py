@@ -41,14 +41,25 @@ class CacheExpectations:
     def __init__(self) -> None:
         self._records: dict[str, Record] = {}
 
-    def add(self, model: str, instance: str, expected: Sequence[int], found: Sequence[int]) -> None:
-        """A request on `instance` has ended; cached prompt tokens expected and found, by tier."""
+    def add(
+        self,
+        model: str,
+        instance: str,
+        expected: int,
+        announced: Sequence[int],
+        found: Sequence[int],
+    ) -> None:
+        """A request on `instance` has ended, of which `expected` prompt tokens were to be cached.
+
+        `announced` are those of them that the index knew, `found` those that the engine served,
+        by tier.
+        """
         record = self._records.get(instance)
         if record is None:
             record = self._records[instance] = Record(instance.rpartition("-")[0], model)
-        record.total.add(expected, found)
-        if any(expected):
-            record.add(sum(expected), sum(found))
+        record.total.add(announced, found)
+        if expected > 0:
+            record.add(expected, sum(found))
 
     def totals(self) -> Iterator[tuple[str, str, ServedTokens]]:
         """The model, the worker and its tokens, of each worker."""

@@ -88,8 +88,11 @@ class OutcomeReporter:
             return
         if routed is not None and routed.prefill is None:
             size = task.prepared.model.card.block_size
-            expected = expected_tokens(routed.overlap, size, task.prompt.count)
-            self._expectations.add(task.model, stream.instance, expected, stream.cached)
+            overlap, count, possible = routed.overlap, task.prompt.count, routed.possible
+            expected = sum(expected_tokens(overlap, size, count))
+            announced = None if possible is None else possible.chosen
+            known = expected_tokens(overlap, size, count, announced)
+            self._expectations.add(task.model, stream.instance, expected, known, stream.cached)
 
 
 def _measure(task: SequenceTask, started: float, now: float) -> None:
