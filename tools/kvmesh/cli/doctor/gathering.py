@@ -253,7 +253,7 @@ class _Gathering:
             self._facts.ranks = await check_ranks(self._bus, [m.card for m in report.instances])
 
     async def caches(self) -> None:
-        """What each worker has served lately beside what was expected, and its KV events."""
+        """The tokens that each worker has served lately and those expected of it; its KV events."""
         report, stream = self._facts.report, self._bus.subjects.route_stream
         info = (self._facts.streams or {}).get(stream)
         assert report is not None

@@ -3,6 +3,7 @@
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import inf
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import BusError, NotPermitted
+from kvmesh.bus.errors import BusError, NotFound, NotPermitted
 from kvmesh.bus.messages import (
     Decision,
     EventReport,
@@ -164,7 +165,7 @@ def _shared_blocks(one: Decision, other: Decision) -> int:
 
 
 async def read_served(bus: Bus, since: float, last: int) -> ServedByWorker:
-    """What the route stream, whose last message is number `last`, says since a Unix time.
+    """The prompts in the route stream, whose last message is number `last`, since a Unix time.
 
     It reads at most MOST_READ messages.
     """
@@ -175,9 +176,10 @@ async def read_served(bus: Bus, since: float, last: int) -> ServedByWorker:
 
     start = Start(time=datetime.fromtimestamp(since, UTC))
     if last > MOST_READ:
-        info = await bus.js.get_msg(subjects.route_stream, last - MOST_READ)
-        if info.time is not None and info.time.timestamp() > since:
-            start = Start(after=last - MOST_READ)
+        with suppress(NotFound):  # the stream is shorter
+            info = await bus.js.get_msg(subjects.route_stream, last - MOST_READ)
+            if info.time is not None and info.time.timestamp() > since:
+                start = Start(after=last - MOST_READ)
     reader = StreamReader(bus, subjects.route_stream, subjects.route_all, on_message, start)
     await reader.open()
     try:

@@ -18,7 +18,7 @@ from kvmesh.hashing import HASH_BYTES
 from kvmesh.retention.claims import MAX_LEVEL
 from kvmesh.worker.adapters.connector_stores import plain_config
 from kvmesh.worker.clearing import ClearOutcome, combined
-from kvmesh.worker.engines.vllm.retention.hints import Name, namespace
+from kvmesh.worker.engines.vllm.retention.hints import Name, namespace, plain_fault
 from kvmesh.worker.engines.vllm.retention.settings import (
     CONNECTOR,
     KEPT,
@@ -202,4 +202,4 @@ async def _body(http: Request, kind: Any) -> Any:
     try:
         return msgspec.json.decode(await _bytes(http), type=kind)
     except msgspec.MsgspecError as error:
-        raise RefusedCommand(400, str(error)) from error
+        raise RefusedCommand(400, plain_fault(error)) from error
