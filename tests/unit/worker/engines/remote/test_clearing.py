@@ -1,8 +1,10 @@
 """Clearing of servers behind HTTP: after `ok` no prompt finds a block that was named."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -20,6 +22,8 @@ from kvmesh.worker.adapters import engine_stores
 from kvmesh.worker.capabilities import execute_command
 from kvmesh.worker.engine import Engine, EngineContext, create_engine
 from kvmesh.worker.engines.remote import clearing
+from kvmesh.worker.engines.remote import server as servers
+from kvmesh.worker.engines.remote.retention import OLD_PLUGIN, ServerRetention
 
 TOKENS = prompt(100)
 
@@ -214,3 +218,45 @@ async def test_a_server_that_refuses_or_is_gone_clears_nothing(start: Start) -> 
     reply = await sidecar.clear()
     assert not reply.ok
     assert server._url in reply.reason
+
+
+async def test_a_frozen_server_clears_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(clearing, "TIMEOUT_S", 0.3)
+    sidecar = await start()
+    held: list[asyncio.StreamWriter] = []
+    frozen = await asyncio.start_server(lambda _, writer: held.append(writer), "127.0.0.1", 0)
+    server = sidecar.engine._server  # type: ignore[attr-defined]  # as if it had frozen
+    server._url = f"http://127.0.0.1:{frozen.sockets[0].getsockname()[1]}"
+    reply = await sidecar.clear()
+    assert not reply.ok
+    assert "does not reply" in reply.reason
+    frozen.close()
+    for writer in held:
+        writer.close()
+
+
+@pytest.mark.parametrize("kept", [None, {}, {"1": "why"}])
+async def test_an_older_plugin_says_nothing_of_other_stores(
+    start: Start, kept: dict[str, str] | None
+) -> None:
+    sidecar = await start(development=False)
+
+    async def command(_: web.Request) -> web.Response:
+        more = {} if kept is None else {"kept": kept}
+        return web.json_response({"blocks": 5, "ranks": [], **more})
+
+    plugin = web.Application()
+    plugin.add_routes([web.post("/v1/kvmesh/retention/command", command)])
+    runner = web.AppRunner(plugin)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    engine: Any = sidecar.engine
+    engine._retention = ServerRetention(engine._http, f"http://127.0.0.1:{runner.addresses[0][1]}")
+    reply = await sidecar.clear(0, 1)
+    assert (reply.blocks, reply.ok) == (5, kept == {})
+    reasons = {each.tier: each.reason for each in reply.not_cleared}
+    assert reasons == ({1: OLD_PLUGIN} if kept is None else {1: "why"} if kept else {})
+    await runner.cleanup()
