@@ -34,7 +34,8 @@ dumps = MessageDecoder(Dump)
 class ControlServer:
     """Executes commands. `dump` publishes a rank's contents, `leave` ends the process.
 
-    `undropped` is that of `RemoteSources`.
+    `undropped` is that of `RemoteSources`. `unseen_s` is the time for which the remote store may
+    have blocks that no present block manager knows.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class ControlServer:
         dump: Callable[[int], None],
         leave: Callable[[], None],
         undropped: Callable[[float], Awaitable[int]],
+        unseen_s: Callable[[], float],
     ) -> None:
         self._manager = manager
         self._settle = settle
@@ -52,6 +54,7 @@ class ControlServer:
         self._dump = dump
         self._leave = leave
         self._undropped = undropped
+        self._unseen_s = unseen_s
         self._tasks = BackgroundTasks()
 
     def obey(self, command: Control, reply: Reply) -> None:
@@ -101,10 +104,15 @@ class ControlServer:
 
     async def _confirm(self, command: Clear, blocks: int, reply: Reply) -> None:
         """Reply once the remote store has dropped its blocks, or has not."""
-        left = 0
+        reason = ""
         if not command.tiers or REMOTE in command.tiers:
-            left = await self._undropped(CLEAR_S)
-        reason = f"the remote store has not dropped {left} blocks yet" if left else ""
+            if unseen_s := self._unseen_s():
+                reason = (
+                    "block managers that have left may have stored blocks there, whose leases end"
+                    f" within {unseen_s:.0f} s"
+                )
+            if left := await self._undropped(CLEAR_S):
+                reason = f"the remote store has not dropped {left} blocks yet"
         kept = [NotCleared(REMOTE, reason)] if left else []
         reply(ControlReply(not kept, reason, blocks, not_cleared=kept))
 

@@ -98,6 +98,10 @@ class RemoteMover:
                 del self._doomed[next(iter(self._doomed))]
             self._tasks.start(self._drop())
 
+    async def is_empty(self) -> bool:
+        """True if the store has no blocks; False if it fails."""
+        return await self._guarded(self._store.is_empty()) or False
+
     async def undropped(self, timeout_s: float) -> int:
         """The number of blocks that the store still has to drop, once all is done or time is up."""
         for _ in range(2):  # a block that is being written is dropped after that
@@ -228,6 +232,9 @@ class NoRemote:
 
     def drop(self, digests: Sequence[bytes]) -> None:
         pass
+
+    async def is_empty(self) -> bool:
+        return True
 
     async def undropped(self, timeout_s: float) -> int:
         return 0
