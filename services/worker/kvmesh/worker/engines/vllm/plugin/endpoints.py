@@ -121,7 +121,8 @@ class RetentionEndpoints:
         salt = (await _body(http, _ClearBody)).cache_salt
         command = Clear() if salt is None else Clear(salt=namespace(salt), tenant=salt)
         replies = await self._execute(command)
-        return {"blocks": _blocks(replies), KEPT: _kept(replies)}
+        kept = _kept(replies)
+        return {"blocks": _blocks(replies), **({KEPT: kept} if kept else {})}
 
     async def _command(self, http: Request) -> Any:
         """Execute a command of a mesh's worker, in msgpack."""
