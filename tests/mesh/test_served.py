@@ -144,6 +144,34 @@ async def test_an_index_that_lacks_what_the_engine_serves(
     assert (await ask(mesh, 9))["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+@pytest.mark.parametrize("style", ["vllm", "sglang"])
+async def test_undecodable_messages_are_counted_and_cause_no_dump(
+    mesh: Mesh, serve: Serve, style: str
+) -> None:
+    server = await serve("server", style)
+    sidecar(mesh, "sidecar", server)
+    await mesh.ready()
+    for turn in range(4):
+        await ask(mesh, turn)
+    for number in range(50):
+        await server.publisher.send_raw(b"\xc1" + bytes([number]))
+    await ask(mesh, 4)
+
+    async def found() -> bool:
+        faults = await findings(mesh)
+        [events] = faults["caches"]
+        assert "50 dropped (malformed)" in events
+        assert "engine memory 0 kept" not in events
+        [warning] = faults["warnings"]
+        assert "cannot be decoded" in warning
+        return faults.keys() == {"caches", "warnings"}
+
+    await eventually(found, what="the findings of the doctor")
+    log = (mesh.folder / "sidecar.log").read_text()
+    assert log.count("malformed KV event") <= 2, log
+    assert "messages of KV events are lost" not in log
+
+
 async def test_the_answer_names_the_worker_and_the_tiers_that_are_left(
     mesh: Mesh, serve: Serve
 ) -> None:
