@@ -21,7 +21,7 @@ from kv_node import LIMITS, NODE, Node, until
 from kvmesh.blocks.attachment import ArenaUser, WorkerIdentity
 from kvmesh.blocks.kvbm_client import KvbmClient
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import KvEvent, KvLayout, Sampling, Work
+from kvmesh.bus.messages import Clear, KvEvent, KvLayout, Sampling, Work
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import NatsSettings, TorchSettings, VllmSettings, WorkerSettings
 from kvmesh.worker.engine import EngineContext, EngineError, OutputDelta, create_engine
@@ -133,7 +133,7 @@ class MeasuredEngine:
     async def clear(self) -> None:
         """Empty the engine's own cache, but not the host's memory."""
         await asyncio.wait_for(self._engine.drain(), WAIT_S)
-        self._engine.clear()
+        await self._engine.clear(Clear())
         await self.ttft(self.prompt()[: 4 * self.scale.block // 2])
 
     def is_loaded(self, cached: list[int]) -> bool:

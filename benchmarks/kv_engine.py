@@ -9,7 +9,7 @@ from kv_node import LIMITS, NODE, until
 from kvmesh.blocks.attachment import ArenaUser, WorkerIdentity
 from kvmesh.blocks.kvbm_client import KvbmClient
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import KvEvent, KvLayout, Sampling, Work
+from kvmesh.bus.messages import Clear, KvEvent, KvLayout, Sampling, Work
 from kvmesh.settings.schema import Settings, TorchSettings
 from kvmesh.worker.engine import EngineContext, EngineError, OutputDelta
 from kvmesh.worker.engines.torch.engine import create
@@ -60,7 +60,7 @@ class Engine:
 
     async def ttft(self, name: str, tenant: str) -> float:
         """Seconds to the first token of a prompt of PREFIX_TOKENS that all requests share."""
-        self._engine.clear()
+        await self._engine.clear(Clear())
         tokens = array("I", [i * 37 % 8000 for i in range(PREFIX_TOKENS + 8)]).tobytes()
         sampling = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
         work = Work(

@@ -18,7 +18,7 @@ from support.nats import free_port
 from support.vllm import VllmRun, prompt, work
 from support.wait import PATIENCE_S, eventually
 
-from kvmesh.bus.messages import Guided, Sampling
+from kvmesh.bus.messages import Clear, Guided, Sampling
 from kvmesh.worker.capabilities import RoleSwitching
 from kvmesh.worker.engine import EngineError, Rejected
 
@@ -42,7 +42,7 @@ async def started(shared: VllmRun) -> VllmRun:
     """The shared engine with an empty cache and a fresh record."""
     await asyncio.wait_for(shared.engine.drain(), 60)
     await shared.wait_for_events()
-    shared.engine.clear()
+    await shared.engine.clear(Clear())
     await eventually(lambda: not shared.held_hashes, what="the cache is empty")
     shared.sink.deltas.clear()
     shared.sink.order.clear()
@@ -89,7 +89,7 @@ async def test_events_under_random_load_predict_cached_tokens(started: VllmRun) 
 async def test_clear_empties_the_cache_once_no_request_uses_it(started: VllmRun) -> None:
     started.engine.submit(work("a", prompt(100), max_tokens=200))
     await eventually(lambda: started.held_hashes)
-    started.engine.clear()
+    await started.engine.clear(Clear())
     await started.ended("a")
     await eventually(lambda: not started.held_hashes)
 

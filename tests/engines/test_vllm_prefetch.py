@@ -10,6 +10,8 @@ from support.prefetch_suite import SlicedPrefetchSuite, prefetch_of
 from support.vllm import VllmRun, sequence
 from support.wait import eventually
 
+from kvmesh.bus.messages import Clear
+
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(300),
@@ -30,7 +32,7 @@ async def started(shared: VllmRun) -> VllmRun:
     """The shared engine with an empty cache and a fresh record."""
     await asyncio.wait_for(shared.engine.drain(), 60)
     await shared.wait_for_events()
-    shared.engine.clear()
+    await shared.engine.clear(Clear())
     await eventually(lambda: not shared.held_hashes, what="the cache is empty")
     shared.sink.deltas.clear()
     shared.sink.order.clear()

@@ -48,7 +48,7 @@ async def test_a_reset_of_the_cache_ends_all_claims(started: StartedEngine) -> N
         kept = [Retain(0, None, 90, explicit=True)]
         await started.run(name, started.prompt(10), max_tokens=1, retention=kept)
         assert charged_blocks(started) == 10
-        started.engine.clear()
+        await started.engine.clear(Clear())
         await eventually(lambda: not started.held_hashes, what="the cache is empty")
         await started.run(f"{name} again", started.prompt(3, 9), max_tokens=1)
         assert started.sink.cached(f"{name} again") == 0

@@ -38,6 +38,7 @@ from kvmesh.bus.messages import (
     ControlReply,
     Instance,
     NodeStore,
+    NotCleared,
     Outcome,
     Pin,
     Prefetch,
@@ -197,7 +198,8 @@ async def stage(shared: Stage) -> Stage:
     shared.router.order = [shared.a.instance, shared.b.instance]
     shared.router.requests.clear()
     for worker in (shared.a, shared.b):
-        worker.control_ok, worker.blocks = True, 2
+        worker.control_ok, worker.blocks, worker.not_cleared = True, 2, []
+        worker.frozen = False
         worker.works.clear()
         worker.controls.clear()
     shared.store.controls.clear()
@@ -493,12 +495,43 @@ async def test_a_tenant_clears_its_own_blocks(stage: Stage) -> None:
     assert await only_command(stage.a, Clear) == Clear(salts[1], [0], MODEL, stage.team)
 
 
-async def test_tiers_are_cleared_on_the_instances_that_have_them(stage: Stage) -> None:
-    _, answer = await stage.post("/v1/cache/clear", {"tiers": [1]})
-    assert [entry["role"] for entry in answer["instances"]] == ["kvbm"]
-    _, answer = await stage.post("/v1/cache/clear", {"tiers": [1, 2]})
-    assert {entry["name"] for entry in answer["instances"]} == {"store", "b"}
-    assert not stage.a.controls
+async def test_tiers_are_cleared_on_the_instances_that_may_have_them(stage: Stage) -> None:
+    for tiers in ([1], [1, 2]):
+        _, answer = await stage.post("/v1/cache/clear", {"tiers": tiers})
+        assert {entry["name"] for entry in answer["instances"]} == {"store", "a", "b"}
+    _, answer = await stage.post("/v1/cache/clear", {"tiers": [0]})
+    assert {entry["name"] for entry in answer["instances"]} == {"a", "b"}
+
+
+async def test_the_answer_names_what_is_not_cleared(stage: Stage) -> None:
+    _, answer = await stage.post("/v1/cache/clear", {})
+    assert answer["ok"]
+    assert all(entry["ok"] and entry["not_cleared"] == [] for entry in answer["instances"])
+    stage.a.control_ok = stage.b.control_ok = False
+    stage.a.not_cleared = [NotCleared(1, "its reason")]
+    status, answer = await stage.post("/v1/cache/clear", {"tiers": [0, 1, 2]})
+    left = {entry["name"]: entry["not_cleared"] for entry in answer["instances"]}
+    assert (status, answer["ok"]) == (200, False)
+    assert left == {
+        "a": [{"tier": 1, "reason": "its reason"}],
+        "b": [{"tier": tier, "reason": "why"} for tier in (0, 2)],
+        "store": [],
+    }
+    log = (stage.mesh.folder / "frontend-0.log").read_text()
+    assert "not cleared: a: why; b: why" in log or "not cleared: b: why; a: why" in log
+
+
+async def test_a_process_that_is_gone_clears_nothing(stage: Stage) -> None:
+    await stage.a.unsubscribe()
+    try:
+        _, answer = await stage.post("/v1/cache/clear", {"tiers": [0]})
+    finally:
+        await stage.a.listen()
+    left = {entry["name"]: entry["not_cleared"] for entry in answer["instances"]}
+    assert not answer["ok"]
+    assert [each["tier"] for each in left["a"]] == [0]
+    assert left["a"][0]["reason"]
+    assert left["b"] == []
 
 
 async def test_a_mistyped_field_clears_nothing(stage: Stage) -> None:

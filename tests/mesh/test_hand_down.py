@@ -23,7 +23,7 @@ from support.torch_tiers import Host, make_work
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Offer, Pin
+from kvmesh.bus.messages import Clear, Offer, Pin
 from kvmesh.bus.streams.configuration import StreamLimits
 
 Start = Callable[..., Awaitable[Host]]
@@ -102,7 +102,7 @@ async def test_blocks_that_were_evicted_are_left_out(kvbm: SmallKvbm, start: Sta
     for seed in range(2):
         await host.run(make_work(f"r{seed}", prompt(seed), 1))
     await host.written()
-    host.engine.clear()
+    await host.engine.clear(Clear())
     await host.run(make_work("last", prompt(2)[:50], 1))
     assert await host.engine.hand_down(PATIENCE_S) == 0
     await eventually(lambda: len(kvbm.blocks) == 3)

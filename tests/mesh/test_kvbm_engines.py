@@ -21,6 +21,7 @@ from support.torch_tiers import Answer, Host, make_work
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import Clear
 from kvmesh.bus.streams.configuration import StreamLimits
 
 Start = Callable[..., Awaitable[Host]]
@@ -90,7 +91,7 @@ async def test_every_tier_in_turn(nodes: Nodes, start: Start, tmp_path: Path) ->
     tiers: set[int] = set()
     for host in (two, one):
         for name, tokens in [(name, p) for name, p in prompts.items() for _ in range(2)]:
-            host.engine.clear()
+            await host.engine.clear(Clear())
             host.sink.deltas.clear()
             await host.run(make_work(name, tokens, 6))
             await host.written()
@@ -197,7 +198,7 @@ async def test_the_kvbm_is_killed_repeatedly(nodes: Nodes, start: Start) -> None
 
     async def work(host: Host) -> None:
         for _ in range(4):
-            host.engine.clear()
+            await host.engine.clear(Clear())
             host.sink.deltas.clear()
             names = rng.sample(list(prompts), 6)
             await host.run(*(make_work(name, prompts[name], 10) for name in names))
@@ -234,7 +235,7 @@ async def test_the_kvbm_freezes_during_work_and_thaws(nodes: Nodes, start: Start
     async def work(number: int) -> None:
         host = hosts[number]
         while not over.is_set():
-            host.engine.clear()
+            await host.engine.clear(Clear())
             host.sink.deltas.clear()
             await host.run(*(make_work(name, tokens, 10) for name, tokens in prompts.items()))
             assert {name: host.answer(name) for name in prompts} == answers
@@ -285,7 +286,7 @@ async def test_nothing_grows_in_a_long_run(nodes: Nodes, start: Start, tmp_path:
         await host.run(*(make_work(name, prompts[name], 4) for name in names))
         assert all(host.answer(name) == answers[name] for name in names)
         if rng.random() < 0.2:
-            host.engine.clear()
+            await host.engine.clear(Clear())
         if turn == 100:
             before = resources()
     for host in hosts:

@@ -117,6 +117,14 @@ async def test_dropped_blocks_are_gone(store: RemoteStore) -> None:
     assert await store.get(names(1, 2), buffers(2)) == [None, b"note 2"]
 
 
+async def test_an_empty_store_is_known_as_such(store: RemoteStore) -> None:
+    assert await store.is_empty()
+    await store.put([block(1)])
+    assert not await store.is_empty()
+    await store.drop(names(1))
+    assert await store.is_empty()
+
+
 async def test_another_process_sees_the_blocks(store: RemoteStore, url: str) -> None:
     await store.put([block(1)])
     other = opened(url)

@@ -18,7 +18,7 @@ from support.wait import PATIENCE_S, eventually
 from kvmesh.blocks.attachment import ArenaUser, WorkerIdentity
 from kvmesh.blocks.kvbm_client import KvbmClient
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Computed, Corrupt, KvLayout, Offer, Sampling, Work
+from kvmesh.bus.messages import Clear, Computed, Corrupt, KvLayout, Offer, Sampling, Work
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.demo import model_dir
 from kvmesh.settings import Settings
@@ -145,7 +145,7 @@ def make_work(name: str, tokens: list[int], tenant: str = "") -> Work:
 async def test_evicted_blocks_come_back(kvbm: SmallKvbm, host: MockHost) -> None:
     assert await host.run(make_work("first", TOKENS)) == [0]
     await eventually(lambda: len(kvbm.blocks) == 6)
-    host.engine.clear()
+    await host.engine.clear(Clear())
     assert await host.run(make_work("again", TOKENS)) == [0, 96]
     assert host.counts.loaded == [0, 6, 0, 0]
     assert (host.counts.written, host.counts.corrupt) == (6, 0)
@@ -161,7 +161,7 @@ async def test_blocks_of_an_ephemeral_request_are_loaded_but_not_written(
     assert not kvbm.count(Offer)
     await host.run(make_work("lasting", TOKENS))
     await eventually(lambda: len(kvbm.blocks) == 6)
-    host.engine.clear()
+    await host.engine.clear(Clear())
     again = replace(make_work("again", [*TOKENS, *range(64)]), ephemeral=True)
     assert await host.run(again) == [0, 96]
     await eventually(lambda: kvbm.count(Computed) == 3)
@@ -175,7 +175,7 @@ async def test_a_block_with_other_content_is_computed(kvbm: SmallKvbm, host: Moc
     with kvbm.arena.open("r+b") as arena:
         arena.seek(third[0])
         arena.write(b"damage")
-    host.engine.clear()
+    await host.engine.clear(Clear())
     cached = await host.run(make_work("again", TOKENS))
     assert cached in ([0, 16], [0, 48])  # the blocks behind it, or those in the same part
     assert host.counts.corrupt == 1
@@ -189,7 +189,7 @@ async def test_blocks_beyond_the_arena_are_computed(
     await eventually(lambda: len(kvbm.blocks) == 6)
     for digest, (_, checksum) in list(kvbm.blocks.items()):
         kvbm.blocks[digest] = (kvbm.arena.stat().st_size, checksum)
-    host.engine.clear()
+    await host.engine.clear(Clear())
     assert await host.run(make_work("again", TOKENS)) == [0]
     assert caplog.text.count("request again: cannot copy blocks") == 1
 
@@ -200,7 +200,7 @@ async def test_an_abort_ends_a_load(kvbm: SmallKvbm, bus: Bus, limits: StreamLim
     try:
         await host.run(make_work("first", TOKENS))
         await eventually(lambda: len(kvbm.blocks) == 6)
-        host.engine.clear()
+        await host.engine.clear(Clear())
         host.engine.submit(make_work("again", TOKENS))
         await eventually(lambda: bool(kvbm.tickets), what="the load has begun")
         host.engine.abort("again")
@@ -213,7 +213,7 @@ async def test_an_abort_ends_a_load(kvbm: SmallKvbm, bus: Bus, limits: StreamLim
 async def test_tenants_share_no_blocks(kvbm: SmallKvbm, host: MockHost) -> None:
     await host.run(make_work("first", TOKENS, tenant="a"))
     await eventually(lambda: len(kvbm.blocks) == 6)
-    host.engine.clear()
+    await host.engine.clear(Clear())
     assert await host.run(make_work("other", TOKENS, tenant="b")) == [0]
 
 

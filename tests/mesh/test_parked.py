@@ -28,6 +28,7 @@ from kvmesh.bus.messages import (
     Promote,
     Role,
     StartPhase,
+    Unpin,
 )
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.settings.schema import WorkerSettings
@@ -100,7 +101,8 @@ async def test_it_is_on_the_mesh_until_it_is_promoted(
     (card,) = cards()
     assert (card.role, card.parked_for, card.model) == (Role.PARKED, "m", None)
     await ping(parked.bus, INSTANCE, 5)
-    assert await parked.command(Clear()) == ControlReply(False, "it is parked")
+    assert await parked.command(Unpin("p")) == ControlReply(False, "it is parked")
+    assert (await parked.command(Clear())).ok, "it has no blocks"
     assert not waiting.done()
     first, second = await asyncio.gather(*(parked.command(Promote()) for _ in range(2)))
     assert first.ok

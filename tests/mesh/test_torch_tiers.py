@@ -18,7 +18,7 @@ from support.torch_tiers import SALT, Answer, Host, make_work
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Await, Computed, Corrupt, Fetch, Offer, Prefetch
+from kvmesh.bus.messages import Await, Clear, Computed, Corrupt, Fetch, Offer, Prefetch
 from kvmesh.bus.streams.configuration import StreamLimits
 
 Start = Callable[..., Awaitable[Host]]
@@ -67,7 +67,7 @@ async def test_evicted_blocks_are_onboarded_from_lower_tiers(kvbm: SmallKvbm, st
     await host.run(make_work("first", tokens))
     await host.written()
     await eventually(lambda: len(kvbm.blocks) == 6)
-    host.engine.clear()
+    await host.engine.clear(Clear())
     await host.run(make_work("again", tokens))
     own, loaded = host.cached("again")
     assert own == 0
@@ -170,7 +170,7 @@ async def test_a_silent_kvbm_delays_but_loses_nothing(
     kvbm.silent = set()
     assert host.answer("a") == await output_without_kvbm(start, tokens)
     await host.attached(2)
-    host.engine.clear()
+    await host.engine.clear(Clear())
     await host.run(make_work("c", tokens))
     assert host.answer("c") == host.answer("a")
 

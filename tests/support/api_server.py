@@ -63,6 +63,8 @@ class ApiServer:
     `prompt_details`: like vLLM with `--enable-prompt-tokens-details`. `kvbm_series` are metrics of
     kvmesh's connector.
     `adapters` are those loaded at run time, name to folder; None: the server has no such endpoint.
+    `connector` is vLLM's KV connector, which keeps every block in `below` unless it only
+    transfers, and SGLang does so in its `storage`. vLLM clears in its `development` mode only.
     """
 
     folder: Path
@@ -81,6 +83,9 @@ class ApiServer:
     prompt_details: bool = False
     kvbm_series: str = ""
     plugin_problem: str | None = None
+    connector: str = ""
+    development: bool = True
+    storage: str = ""
 
     def __post_init__(self) -> None:
         if self.zmq:
@@ -92,6 +97,8 @@ class ApiServer:
         self.sessions: dict[int, set[str]] = {}
         self.cache = EngineCache(self.block_size)
         self.held: OrderedDict[int, int] = OrderedDict()  # hash → users
+        self.below: set[int] = set()
+        self.refused = 0  # requests to clear
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.bodies: list[dict[str, Any]] = []
@@ -112,11 +119,9 @@ class ApiServer:
                 web.get("/health", self._health),
                 web.get("/metrics", self._metrics),
                 web.get("/version", self._version),
-                web.get("/get_server_info", self._server_info),
                 web.post("/v1/completions", self._completions),
                 web.post("/generate", self._generate),
-                web.post("/reset_prefix_cache", self._reset),
-                web.post("/flush_cache", self._reset),
+                *(self._development_routes() if self.style == "vllm" else self._hicache_routes()),
                 *([] if self.adapters is None else self._adapter_routes()),
                 *([] if self.plugin_problem is None else [web.get(PLUGIN, self._plugin)]),
             ]
@@ -176,7 +181,8 @@ class ApiServer:
 
     async def _prefill(self, request: Request) -> None:
         names = self.cache.hashes(request.tokens, request.extra)
-        known = next((i for i, name in enumerate(names) if name not in self.held), len(names))
+        held = self.held.keys() | self.below
+        known = next((i for i, name in enumerate(names) if name not in held), len(names))
         request.cached = min(known * self.block_size, request.prompt - 1)
         for name in names[:known]:
             self._use(request, name)
@@ -199,6 +205,8 @@ class ApiServer:
             await self.events.send(*events)
 
     def _use(self, request: Request, name: int) -> None:
+        if self.storage or self.connector not in ("", "NixlConnector"):
+            self.below.add(name)
         self.held[name] = self.held.get(name, 0) + 1
         self.held.move_to_end(name)
         request.held.append(name)
@@ -378,7 +386,12 @@ class ApiServer:
     async def _server_info(self, _: web.Request) -> web.Response:
         tokens = self.blocks * self.block_size
         sizes = {"page_size": self.block_size, "max_total_num_tokens": tokens}
-        return web.json_response(sizes | {"max_running_requests": self.max_sequences})
+        arguments = {
+            "max_running_requests": self.max_sequences,
+            "enable_hierarchical_cache": bool(self.storage),
+            "hicache_storage_backend": self.storage or None,
+        }
+        return web.json_response(sizes | arguments)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         self.polls += 1
@@ -403,9 +416,54 @@ vllm:iteration_tokens_total_sum{{engine="0"}} {self.steps}
 """
         return web.Response(text=text + self.kvbm_series)
 
-    async def _reset(self, _: web.Request) -> web.Response:
+    def _development_routes(self) -> list[web.RouteDef]:
+        if not self.development:
+            return []
+        return [
+            web.post("/reset_prefix_cache", self._reset),
+            web.get("/server_info", self._configuration),
+        ]
+
+    async def _configuration(self, _: web.Request) -> web.Response:
+        transfer = {"kv_connector": self.connector, "kv_connector_extra_config": {}}
+        config = {"kv_transfer_config": transfer if self.connector else None}
+        return web.json_response({"vllm_config": config})
+
+    async def _reset(self, http: web.Request) -> web.Response:
+        """As vLLM: all or nothing, and connectors only on request, whatever they can do."""
+        if self.running:
+            self.refused += 1
+            return web.json_response({"success": False})
         await self.reset()
-        return web.Response()
+        if http.query.get("reset_external") == "true" and self.connector == "OffloadingConnector":
+            self.below.clear()
+        return web.json_response({"success": True})
+
+    def _hicache_routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/get_server_info", self._server_info),
+            web.post("/flush_cache", self._flush),
+            web.post("/hicache/storage-backend/clear", self._clear_storage),
+        ]
+
+    async def _flush(self, http: web.Request) -> web.Response:
+        """As SGLang: waits until nothing runs."""
+        deadline = asyncio.get_running_loop().time() + float(http.query.get("timeout", 0))
+        while self.running:
+            if asyncio.get_running_loop().time() >= deadline:
+                self.refused += 1
+                return web.Response(status=400, text="Timed out waiting for idle state.")
+            await asyncio.sleep(self.step_s)
+        await self.reset()
+        return web.Response(text="Cache flushed.")
+
+    async def _clear_storage(self, _: web.Request) -> web.Response:
+        """As SGLang: a backend that cannot be cleared keeps its blocks and replies alike."""
+        if not self.storage:
+            return web.Response(status=400)
+        if self.storage == "file":
+            self.below.clear()
+        return web.Response(text="Hierarchical cache storage backend cleared.")
 
     async def reset(self) -> None:
         """Drop every unused block."""

@@ -20,6 +20,7 @@ from kvmesh.bus.messages import (
     Instance,
     MessageDecoder,
     ModelCard,
+    NotCleared,
     Ping,
     Refused,
     Resend,
@@ -89,6 +90,7 @@ class ScriptedWorker:
         self.instance = f"{name}-1"
         self.status = "accepted"
         self.control_ok = True
+        self.not_cleared: list[NotCleared] = []
         self.stores_prompts = False
         self.frozen = self.hangs = False
         self.works: list[Work] = []
@@ -132,7 +134,8 @@ class ScriptedWorker:
         if isinstance(control, Resend):
             self.resends.append(control)
         self.controls.append(control)
-        reply(ControlReply(ok=self.control_ok, blocks=self.blocks))
+        ok, left = self.control_ok, self.not_cleared
+        reply(ControlReply(ok, "" if ok else "why", self.blocks, not_cleared=left))
 
     async def _ping(self, _: Ping, reply: Reply) -> None:
         if not self.frozen:

@@ -184,8 +184,11 @@ class Engine:
 
     async def _flush(self, **call: Any) -> Any:
         RECORD.check("TokenizerControlMixin.flush_cache", call)
+        output = recorded_class(RECORD, "FlushCacheReqOutput", message="")
+        if self.server.running:
+            return output(success=False, message="Timed out waiting for idle state.")
         await self.server.reset()
-        return recorded_class(RECORD, "FlushCacheReqOutput", message="")(success=True)
+        return output(success=True)
 
     async def _clear_storage(self) -> Any:
         self.storage_cleared = True

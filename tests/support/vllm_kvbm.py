@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Sampling
+from kvmesh.bus.messages import Clear, Sampling
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import NatsSettings, StreamSettings, VllmSettings, WorkerSettings
@@ -76,7 +76,7 @@ class KvbmRun:
     async def clear_cache(self) -> None:
         """Empty vLLM's own cache."""
         await asyncio.wait_for(self.engine.drain(), 30)
-        self.engine.clear()
+        await self.engine.clear(Clear())
         await self.generate("marker", prompt(SIZE + 1, first=3999))
         self.sink.deltas.clear()
 

@@ -10,7 +10,7 @@ import kvmesh.worker.engine
 
 PACKAGE = "kvmesh.worker."
 ROOT = Path(kvmesh.worker.engine.__file__).parent
-LEAVES = {"scratch"}
+LEAVES = {"clearing", "scratch"}
 CONTRACT = {"engine", "capabilities"}
 ENGINE_PARTS = {
     "adapters",
@@ -24,11 +24,12 @@ ENGINE_PARTS = {
 }
 ALLOWED = {
     "scratch": set[str](),
+    "clearing": set(),
     "compiled": set(),
     "enginecore": set(),
     "start": set(),
-    "engine": {"start"},
-    "capabilities": {"engine", "enginecore"},
+    "engine": {"clearing", "start"},
+    "capabilities": {"clearing", "engine", "enginecore"},
     "abilities": set(CONTRACT),
     "model_folder": {"engine"},
     "metrics": {"capabilities", "enginecore"},

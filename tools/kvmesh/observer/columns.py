@@ -19,6 +19,11 @@ def count_text(value: int | None) -> str:
     return "" if value is None else f"{value:,}"
 
 
+def signed_text(value: int | None) -> str:
+    """A difference with its sign; empty if unknown or 0."""
+    return f"{value:+,}" if value else ""
+
+
 def rate_text(value: float | None) -> str:
     """A rate; empty if unknown."""
     return "" if value is None else f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
@@ -146,4 +151,23 @@ TENANTS = RowView(
     "requests_per_min",
     True,
 )
-VIEWS = {view.name: view for view in (FLEET, SESSIONS, TENANTS)}
+CACHES = RowView(
+    "caches",
+    (
+        RowColumn("instance", "instance", number=False),
+        RowColumn("prompts", "prompts", count_text),
+        RowColumn("expected_tokens", "expected", count_text),
+        RowColumn("served_tokens", "served", count_text),
+        RowColumn("engine_difference", "in engine", signed_text),
+        RowColumn("host_difference", "in host", signed_text),
+        RowColumn("disk_difference", "on disk", signed_text),
+        RowColumn("remote_difference", "remote", signed_text),
+        RowColumn("unexpected_tokens", "not expected", count_text),
+        RowColumn("missing_tokens", "missing", count_text),
+        RowColumn("kept_blocks", "kept events", count_text),
+        RowColumn("dropped_blocks", "dropped", number=False),
+    ),
+    "unexpected_tokens",
+    True,
+)
+VIEWS = {view.name: view for view in (FLEET, SESSIONS, TENANTS, CACHES)}

@@ -66,6 +66,8 @@ def outcome_lines(outcome: Outcome, decision: Decision | None) -> list[str]:
         f"{_ttft(outcome.ttft_s)}, all {outcome.output_tokens:,} after {total}",
         f"cached {outcome.cached_tokens:,} prompt tokens{_expected(decision)}",
     ]
+    if unexpected := _unexpected(outcome, decision):
+        lines.append(unexpected)
     if sender := _sender(outcome):
         lines.append(sender)
     if outcome.shown is not None:
@@ -236,6 +238,23 @@ def _expected(decision: Decision | None) -> str:
         return ""
     expected = sum(prompt_rank(decision).overlap) * decision.block_size
     return f", expected {expected:,}"
+
+
+def _unexpected(outcome: Outcome, decision: Decision | None) -> str:
+    """The reason of cached tokens that the index did not know of; empty without any."""
+    if decision is None or not decision.block_size or decision.prefill is not None:
+        return ""
+    if outcome.attempts != 1 or outcome.ahead is not None:
+        return ""
+    size, possible = decision.block_size, decision.possible
+    known = sum(decision.chosen.overlap) if possible is None else possible.chosen
+    unknown = (outcome.cached_tokens // size - known) * size
+    if unknown <= 0:
+        return ""
+    source = "served from a tier that announces nothing"
+    just_before = possible is not None and possible.running > known
+    either = "computed just before by another request, or " if just_before else ""
+    return f"{unknown:,} of them were {either}{source}"
 
 
 def _terms(terms: PrefetchTerms) -> str:

@@ -37,7 +37,7 @@ class Drain(Struct, frozen=True, tag="drain"):
 
 
 class Clear(Struct, frozen=True, tag="clear"):
-    """Drop all blocks that no running request uses.
+    """Drop all blocks, but those that running requests use, which the reply then tells.
 
     Restricted to `tiers` if given, to `model` on a kvbm with several models, and to one namespace
     if `salt` is given, which is that salt and the `tenant` of the work that computed the blocks.
@@ -185,6 +185,10 @@ class Sleep(Struct, frozen=True, tag="sleep"):
     """
 
 
+class ShowEvents(Struct, frozen=True, tag="show_events"):
+    """Ask a worker for the counts of its engine's KV events; the reply is an `EventReport`."""
+
+
 class Ping(Struct, frozen=True, tag="ping"):
     """Liveness probe: the server replies "no responders" if the instance is gone."""
 
@@ -203,7 +207,15 @@ Control: TypeAlias = (
     | Serve
     | Promote
     | Sleep
+    | ShowEvents
 )
+
+
+class NotCleared(Struct, frozen=True):
+    """A tier with blocks that a `Clear` named and that prompts may still find, and the reason."""
+
+    tier: int
+    reason: str
 
 
 class ControlReply(Struct, frozen=True):
@@ -211,8 +223,10 @@ class ControlReply(Struct, frozen=True):
 
     `blocks` counts the blocks concerned, in tier 0 of a worker or in the tiers of a kvbm. `adapter`
     is the identity of the adapter that the command loaded or unloaded; `no_room`: it was not loaded
-    as no other may leave now. `digest` of a rank's blocks
-    holds after all its events below `next_event` and before that one; `fingerprints` as requested.
+    as no other may leave now. `not_cleared` are the tiers that a `Clear` left as they are, or
+    cleared in part: after an `ok` no prompt finds the blocks that it named. `digest` of a rank's
+    blocks holds after all its events below `next_event` and before that one; `fingerprints` as
+    requested.
     """
 
     ok: bool
@@ -223,6 +237,27 @@ class ControlReply(Struct, frozen=True):
     next_event: int | None = None
     fingerprints: bytes = b""
     no_room: bool = False
+    not_cleared: list[NotCleared] = []
+
+
+class RankEvents(Struct, frozen=True, kw_only=True):
+    """KV events of one rank's engine since the start, in blocks.
+
+    `kept` reached the index, by tier; `dropped` could not, by reason; `unplaced` wait for an event
+    that says what precedes them. `malformed` counts messages that could not be decoded.
+    """
+
+    rank: int
+    kept: list[int]
+    dropped: dict[str, int] = {}
+    unplaced: int = 0
+    malformed: int = 0
+
+
+class EventReport(Struct, frozen=True):
+    """The ranks whose KV events a worker follows; none if its engine tells its blocks itself."""
+
+    ranks: list[RankEvents]
 
 
 # --- questions of operators to routers and indexers

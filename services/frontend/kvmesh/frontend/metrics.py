@@ -1,6 +1,6 @@
 """Prometheus metrics of the frontend."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 from kvmesh.bus.messages import LOSS_REASONS
 from kvmesh.frontend.tenant_figures import TenantFigures, TenantUse
 from kvmesh.index import TIERS
+from kvmesh.placement_rules.served import ServedTokens
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -162,6 +163,39 @@ class FrontendModelMetrics:
         self.cached_tokens.inc(sum(tokens))
         for tier, count in zip(self.tier_cached_tokens, tokens, strict=False):
             tier.inc(count)
+
+
+class ServedCollector(Collector):
+    """Cached tokens that the index knew of each worker, and those that its engine served.
+
+    `totals` returns a model, a worker and its tokens, for each worker.
+    """
+
+    def __init__(self, totals: Callable[[], Iterable[tuple[str, str, ServedTokens]]]) -> None:
+        self._totals = totals
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["model", "worker", "tier"]
+        expected = CounterMetricFamily(
+            "kvmesh_frontend_expected_cached_tokens",
+            "Cached prompt tokens that the index knew of a worker when it was chosen, by tier",
+            labels=labels,
+        )
+        served = CounterMetricFamily(
+            "kvmesh_frontend_served_cached_tokens",
+            "Cached prompt tokens that a worker's engine served, by tier: beyond the expected ones"
+            " it has blocks that the index does not know",
+            labels=labels,
+        )
+        for model, worker, total in self._totals():
+            for tier in range(TIERS):
+                expected.add_metric([model, worker, str(tier)], _at(total.expected, tier))
+                served.add_metric([model, worker, str(tier)], _at(total.served, tier))
+        yield from (expected, served)
+
+
+def _at(tokens: Sequence[int], tier: int) -> int:
+    return tokens[tier] if tier < len(tokens) else 0
 
 
 _TENANT_FAMILIES = {

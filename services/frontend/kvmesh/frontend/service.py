@@ -38,7 +38,7 @@ from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.routes import application
 from kvmesh.frontend.http.server import Runner, listen
 from kvmesh.frontend.http.sse import StreamSupervisor
-from kvmesh.frontend.metrics import tenants
+from kvmesh.frontend.metrics import ServedCollector, tenants
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.no_bus import answer_without_bus
@@ -273,6 +273,8 @@ async def main(service: Service) -> None:
     tenants.begin(settings.metrics_tenants)
     if settings.metrics_tenants:
         REGISTRY.register(tenants)
+    served = ServedCollector(frontend.expectations.totals)
+    REGISTRY.register(served)
     runner = Runner(
         frontend.application(),
         access_log=None,
@@ -312,6 +314,7 @@ async def main(service: Service) -> None:
             await status.cleanup()
         await asyncio.wait([others])
         await frontend.close()
+        REGISTRY.unregister(served)
         if settings.metrics_tenants:
             REGISTRY.unregister(tenants)
 

@@ -44,6 +44,7 @@ class KvbmNode:
         self._subscriptions: list[Subscription] = []
         self._replies_due = asyncio.Event()
         self._tiers_closed = False
+        self._unseen_until = 0.0
         self.manager = manager
         self.compatibility = PeerCompatibility(fingerprint(key))
         self._disk = self._make_disk(key)
@@ -64,7 +65,13 @@ class KvbmNode:
             self._clock,
         )
         self._control = control.ControlServer(
-            manager, self._settle, self._clock, self._dump, service.stopping.set
+            manager,
+            self._settle,
+            self._clock,
+            self._dump,
+            service.stopping.set,
+            self._sources.undropped,
+            self._unseen_s,
         )
 
     # optional parts
@@ -126,7 +133,7 @@ class KvbmNode:
             await self._bus.serve(
                 subjects.ctl(instance),
                 control.decoder,
-                returning(self._control.obey),
+                self._control.obey,
                 on_malformed=_malformed,
             ),
             await self._bus.subscribe(
@@ -140,6 +147,8 @@ class KvbmNode:
             ),
         ]
         await self._sources.open()
+        if not await self._sources.is_empty():
+            self._unseen_until = self._clock() + self._service.settings.kvbm.remote_lease_s
         await self._presence.open()
         self._settle()
         spawn = self._service.spawn
@@ -162,6 +171,7 @@ class KvbmNode:
         await self.worker_server.close()
         for subscription in self._subscriptions:
             await subscription.unsubscribe()
+        await self._control.close()
         await self._presence.close()
 
     async def close_tiers(self) -> None:
@@ -251,7 +261,13 @@ class KvbmNode:
         self.compatibility.compare(self.manager.attachments.layouts_in_use, card)
         self._reader.open_transport()
 
+    def _unseen_s(self) -> float:
+        """Seconds for which the remote store may have blocks of block managers that have left."""
+        return max(self._unseen_until - self._clock(), 0.0)
+
     def _on_peer_leave(self, card: Instance) -> None:
+        if self._storage.remote is not None:
+            self._unseen_until = self._clock() + self._service.settings.kvbm.remote_lease_s
         self.compatibility.remove(card)
         self._reader.forget(card.instance)
 

@@ -64,6 +64,14 @@ class RemoteSources:
         """Drop blocks from the store."""
         self._store.drop(digests)
 
+    async def is_empty(self) -> bool:
+        """True if the store has no blocks, or there is none."""
+        return await self._store.is_empty()
+
+    async def undropped(self, timeout_s: float) -> int:
+        """The number of blocks that the store still has to drop, once all is done or time is up."""
+        return await self._store.undropped(timeout_s)
+
     async def _look_up(self, lookup: Lookup) -> None:
         if lookup.peer is not None:
             self._on_found(lookup, *await self._prepare(lookup, lookup.peer))

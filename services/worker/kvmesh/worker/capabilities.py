@@ -5,7 +5,6 @@ only place that checks for them before a command reaches an engine.
 """
 
 import asyncio
-from collections.abc import Container
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -14,15 +13,17 @@ from msgspec import Struct
 from kvmesh.bus.messages import (
     Clear,
     ControlReply,
+    EventReport,
     Pin,
     Prefetch,
+    RankEvents,
     Release,
     ReturnForecast,
     Unpin,
     Work,
 )
 from kvmesh.hashing import HASH_BYTES
-from kvmesh.index import TIERS
+from kvmesh.worker.clearing import clear_reply
 from kvmesh.worker.engine import Engine, EngineError, EngineInfo, Unsupported
 from kvmesh.worker.enginecore.counters import LedgerCounts, RetentionState
 
@@ -74,13 +75,6 @@ class Retaining(Releasing, Protocol):
 
     async def unpin(self, pin: str) -> int:
         """Remove a pin by its id."""
-        ...
-
-    async def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
-        """Drop cached blocks that no running request uses; `salt` None drops those of all salts.
-
-        A namespace is a salt and a tenant. `tiers` may include tiers that the engine lacks.
-        """
         ...
 
     def retention(self) -> list[RetentionState]:
@@ -244,7 +238,7 @@ async def execute_command(engine: Engine, name: str, command: EngineCommand) -> 
                 case Prefetch():
                     return _prefetch(engine, name, command)
                 case Clear():
-                    return ControlReply(True, blocks=await _clear(engine, name, command))
+                    return clear_reply(await engine.clear(command))
                 case Release() | Pin() | Unpin():
                     return ControlReply(True, blocks=await _retain(engine, name, command))
     except Unsupported as error:
@@ -255,23 +249,28 @@ async def execute_command(engine: Engine, name: str, command: EngineCommand) -> 
         return ControlReply(False, str(error))
 
 
+def event_report(engine: Engine) -> EventReport:
+    """The counts of the KV events that an engine publishes; none if it tells its blocks itself."""
+    ranks = engine.event_counts() if isinstance(engine, FollowingEvents) else []
+    return EventReport(
+        [
+            RankEvents(
+                rank=counts.rank,
+                kept=counts.kept,
+                dropped=counts.dropped,
+                unplaced=counts.unplaced,
+                malformed=counts.malformed,
+            )
+            for counts in ranks
+        ]
+    )
+
+
 def _prefetch(engine: Engine, name: str, command: Prefetch) -> ControlReply:
     if not isinstance(engine, Prefetching):
         raise Unsupported(f"the {name} engine cannot prefetch")
     reason = engine.prefetch(command)
     return ControlReply(not reason, reason)
-
-
-async def _clear(engine: Engine, name: str, command: Clear) -> int:
-    tiers = command.tiers or range(TIERS)
-    if isinstance(engine, Retaining):
-        return await engine.drop(command.salt, command.tenant, tiers)
-    if 0 not in tiers:
-        return 0
-    if command.salt is not None:
-        raise Unsupported(f"the {name} engine cannot clear a single namespace")
-    engine.clear()
-    return 0
 
 
 async def _retain(engine: Engine, name: str, command: Release | Pin | Unpin) -> int:

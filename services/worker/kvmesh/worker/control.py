@@ -19,12 +19,19 @@ from kvmesh.bus.messages import (
     Resend,
     ReturnForecast,
     Serve,
+    ShowEvents,
     Sleep,
     TakeAdapter,
     UnloadAdapter,
 )
 from kvmesh.runtime.background import BackgroundTasks
-from kvmesh.worker.capabilities import COMMAND_S, EngineCommand, Expecting, execute_command
+from kvmesh.worker.capabilities import (
+    COMMAND_S,
+    EngineCommand,
+    Expecting,
+    event_report,
+    execute_command,
+)
 from kvmesh.worker.engine import Engine, EngineError
 from kvmesh.worker.lora.manager import AdapterManager
 from kvmesh.worker.requests.handler import RequestHandler
@@ -83,6 +90,8 @@ class ControlHandler:
                 reply(ControlReply(not reason, reason))
             case Promote():
                 reply(ControlReply(False, "it is not parked"))
+            case ShowEvents():
+                reply(event_report(self._engine))
             case _ if len(self._tasks) >= MAX_COMMANDS:
                 reply(ControlReply(False, "the engine is busy with other commands"))
             case LoadAdapter() | UnloadAdapter():

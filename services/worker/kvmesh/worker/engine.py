@@ -18,10 +18,13 @@ from msgspec import Struct
 
 from kvmesh.blocks.attachment import ArenaUser
 from kvmesh.blocks.kvbm_client import KvbmClient
-from kvmesh.bus.messages import Capacity, KvEvent, KvLayout, Load, Work
+from kvmesh.bus.messages import Capacity, Clear, KvEvent, KvLayout, Load, Work
 from kvmesh.settings.schema import Settings
 from kvmesh.weights.answer import WeightsAccess
+from kvmesh.worker.clearing import ClearOutcome
 from kvmesh.worker.start.timeline import StartTimeline
+
+CLEAR_S = 8.0  # for which an engine waits until nothing uses its blocks
 
 
 class EngineError(Exception):
@@ -155,8 +158,13 @@ class Engine(Protocol):
         """Send a `Cleared` and all stored blocks to the sink, in order with other events."""
         ...
 
-    def clear(self) -> None:
-        """Drop all cached blocks that no running request uses; raises Unsupported."""
+    async def clear(self, command: Clear) -> ClearOutcome:
+        """Drop the blocks that a command names, of its own and of the stores that it loads from.
+
+        A namespace is a salt and a tenant. Tiers that the engine lacks have nothing to drop.
+        Returns once no later prompt finds a dropped block, within about CLEAR_S; raises EngineError
+        if the engine does not tell the outcome.
+        """
         ...
 
     async def drain(self) -> None:

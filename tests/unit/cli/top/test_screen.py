@@ -57,7 +57,7 @@ def test_keys_choose_view_and_order() -> None:
     assert (state.sort, state.reverse) == ("requests", False)
     press(state, *["s"] * 8)
     assert (state.sort, state.reverse) == ("tenant", False)
-    press(state, "1", "4", "\x1b", "é")
+    press(state, "1", "5", "\x1b", "é")
     assert (state.view, state.paused, state.help, state.quit) == (FLEET, False, False, False)
     press(state, "p", "?", "q")
     assert (state.paused, state.help, state.quit) == (True, True, True)

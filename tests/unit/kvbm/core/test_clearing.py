@@ -52,6 +52,24 @@ def test_a_clear_drops_blocks_that_are_moving(tier: int) -> None:
     assert manager.store.drain_remote_drops() == (DIGESTS if tier == REMOTE else [])
 
 
+def test_a_clear_drops_blocks_that_the_remote_store_keeps_after_their_lease_here() -> None:
+    manager = managed(REMOTE)
+    wanted = offer(manager)
+    manager.answer(Commit(1, wanted.ticket, array("Q", [7] * 3).tobytes()), 1.0)
+    manager.end_moves([(move, MoveEnd.DONE) for move in manager.store.drain_moves()], 2.0)
+    manager.clear(Clear(tiers=[ARENA]), 3.0)
+    manager.tick(49.0)
+    assert not manager.store.blocks, "they may have expired"
+    manager.clear(Clear(salt=1), 49.0)
+    assert manager.store.drain_remote_drops() == []
+    manager.clear(Clear(tiers=[ARENA]), 49.0)
+    assert manager.store.drain_remote_drops() == []
+    manager.clear(Clear(), 49.0)
+    assert manager.store.drain_remote_drops() == DIGESTS
+    manager.clear(Clear(), 49.0)
+    assert manager.store.drain_remote_drops() == []
+
+
 def test_a_clear_drops_blocks_that_a_worker_is_writing() -> None:
     manager = managed(ARENA)
     wanted = offer(manager)

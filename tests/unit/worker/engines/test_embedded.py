@@ -19,8 +19,8 @@ from support.wait import eventually
 
 from kvmesh.bus.messages import (
     Clear,
-    ControlReply,
     Guided,
+    NotCleared,
     Pin,
     Release,
     Retain,
@@ -354,8 +354,35 @@ async def test_sglang_reports_the_tiers_of_hicache(started: Start) -> None:
     await run.run(work("b", prompt(40), max_tokens=1))
     [cached] = [delta.cached for delta in run.sink.deltas["b"] if delta.cached]
     assert cached == [SIZE, SIZE, 0, 0]
+    reply = await execute_command(run.engine, run.kind, Clear(tiers=[0]))
+    assert [each.tier for each in reply.not_cleared] == [0], "it clears both memories or none"
     assert (await execute_command(run.engine, run.kind, Clear())).ok
-    await eventually(lambda: getattr(run.standin, "storage_cleared", False))
+    assert run.standin.storage_cleared
+
+
+@SGLANG
+async def test_sglang_tells_that_requests_use_its_blocks(run: Run) -> None:
+    run.standin.server.step_s = 0.02
+    run.engine.submit(work("a", prompt(40), max_tokens=400))
+    await eventually(lambda: run.sink.tokens("a"))
+    reply = await execute_command(run.engine, run.kind, Clear())
+    assert reply.not_cleared == [NotCleared(0, "Timed out waiting for idle state.")]
+    assert run.engine.abort("a")
+
+
+@SGLANG
+@pytest.mark.parametrize(
+    ("arguments", "tiers"),
+    [(["enable_lmcache=true"], [1, 2, 3]), (["hicache_storage_backend=eic"], [3])],
+)
+async def test_sglang_names_the_stores_whose_outcome_it_does_not_tell(
+    started: Start, arguments: list[str], tiers: list[int]
+) -> None:
+    run = await started(*arguments)
+    reply = await execute_command(run.engine, run.kind, Clear())
+    assert [each.tier for each in reply.not_cleared] == tiers
+    assert not reply.ok
+    assert (await execute_command(run.engine, run.kind, Clear(tiers=[0]))).ok
 
 
 @TRTLLM
@@ -393,9 +420,10 @@ async def test_trtllm_receives_the_ranges_and_other_engines_report_them_unsuppor
     assert not (await execute_command(run.engine, run.kind, Clear(salt=1))).ok
     if run.kind == "sglang":
         return
-    assert await execute_command(run.engine, "trtllm", Clear()) == ControlReply(
-        False, "unsupported: TensorRT-LLM's API cannot clear its cache"
-    )
+    reason = "TensorRT-LLM's API cannot clear its cache"
+    reply = await execute_command(run.engine, "trtllm", Clear())
+    assert (reply.ok, reply.not_cleared) == (False, [NotCleared(0, reason)])
+    assert (await execute_command(run.engine, "trtllm", Clear(tiers=[2, 3]))).ok
     given = run.standin.calls[-1]["kv_cache_retention_config"]
     spans = [
         (span.token_start, span.token_end, span.priority, span.duration_ms)

@@ -16,9 +16,10 @@ from support.engines import (
 from support.prefetch_suite import PrefetchSuite
 from support.wait import eventually
 
-from kvmesh.bus.messages import Retain
+from kvmesh.bus.messages import Clear, Retain
 from kvmesh.demo import model_dir
 from kvmesh.worker.capabilities import Retaining
+from kvmesh.worker.clearing import ClearOutcome
 from kvmesh.worker.engine import EngineError
 
 
@@ -41,7 +42,9 @@ async def test_clear_drops_unused_blocks_only(started: StartedEngine) -> None:
     await started.ended("a")
     started.submit("b", prompt(50, first=5), max_tokens=200)
     await eventually(lambda: started.sink.tokens("b"))
-    started.engine.clear()
+    outcome = await started.engine.clear(Clear())
+    assert outcome.blocks == 6
+    assert outcome.kept[0].startswith("requests or copies use")
     assert not started.sink.held[0] & set(sequence(prompt(100)))
     assert set(sequence(prompt(50, first=5))) <= started.sink.held[0]
     started.engine.abort("b")
@@ -50,13 +53,13 @@ async def test_clear_drops_unused_blocks_only(started: StartedEngine) -> None:
 async def test_a_tenant_clears_its_own_alone_even_if_salts_collide(started: StartedEngine) -> None:
     tokens, size = prompt(64), started.size
     await started.run("a", tokens, max_tokens=1, tenant="a" * 32)
-    assert isinstance(started.engine, Retaining)
-    everywhere = range(4)
-    assert await started.engine.drop(started.salt, "b" * 32, everywhere) == 0
-    assert await started.engine.drop(started.salt, "", everywhere) == 0
+    for other in ("b" * 32, ""):
+        outcome = await started.engine.clear(Clear(salt=started.salt, tenant=other))
+        assert outcome == ClearOutcome()
     await started.run("again", tokens, max_tokens=1, tenant="a" * 32)
     assert started.sink.cached("again") == 3 * size
-    assert await started.engine.drop(started.salt, "a" * 32, everywhere) == 4
+    outcome = await started.engine.clear(Clear(salt=started.salt, tenant="a" * 32))
+    assert outcome == ClearOutcome(4)
 
 
 async def test_the_parts_of_a_tenant_share_its_budget(started: StartedEngine) -> None:

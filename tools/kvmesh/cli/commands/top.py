@@ -8,7 +8,7 @@ from kvmesh.cli.arguments import moment
 from kvmesh.settings import Settings
 
 WINDOW = timedelta(minutes=5)
-VIEWS = ("fleet", "sessions", "tenants")
+VIEWS = ("fleet", "sessions", "tenants", "caches")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

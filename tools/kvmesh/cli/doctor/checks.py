@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from msgspec.structs import replace
 
-from kvmesh.cli.doctor import nats_checks
+from kvmesh.cli.doctor import cache_checks, nats_checks
 from kvmesh.cli.doctor.facts import Facts
 from kvmesh.cli.status import findings
 from kvmesh.cli.status.findings import Finding
@@ -49,6 +49,7 @@ CHECKS: dict[str, Check] = {
     "versions": _of_report(findings.versions),
     "readers": _of_report(findings.readers),
     "index": _index,
+    "caches": cache_checks.caches,
 }
 
 

@@ -7,6 +7,7 @@ from msgspec import Struct
 from kvmesh.bus.connection.jetstream import StreamInfo
 from kvmesh.cli.status.index_checks import RankCheck
 from kvmesh.cli.status.report import MeshReport
+from kvmesh.cli.status.served import WorkerCache
 
 
 class NatsServer(Struct, frozen=True, kw_only=True):
@@ -52,7 +53,8 @@ class Facts:
     each question without an answer, `refused` are those that this user may not ask. `absent` are
     streams that every mesh has and that do not exist; `leaderless` those that exist and do not
     answer, with the reason. `others` are the namespaces of further meshes of the account. `lost`
-    are subjects on which a probe did not arrive; None if this user could not probe.
+    are subjects on which a probe did not arrive; None if this user could not probe. `caches` are
+    what workers served lately, without their events if this user may not ask (`events_refused`).
     """
 
     namespace: str
@@ -76,3 +78,5 @@ class Facts:
     clocks: list[Clock] = field(default_factory=list)
     report: MeshReport | None = None
     ranks: list[RankCheck] | None = None
+    caches: list[WorkerCache] | None = None
+    events_refused: bool = False

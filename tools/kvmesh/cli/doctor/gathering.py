@@ -26,7 +26,15 @@ from kvmesh.bus.errors import (
     ServerUnfit,
     cause,
 )
-from kvmesh.bus.messages import Decision, Instance, KvBatch, MessageDecoder, Outcome, Role
+from kvmesh.bus.messages import (
+    Decision,
+    Instance,
+    KvBatch,
+    MessageDecoder,
+    Outcome,
+    RankEvents,
+    Role,
+)
 from kvmesh.bus.packs import unpacked
 from kvmesh.bus.permissions import ALL_SERVERS, USER_INFO
 from kvmesh.bus.streams.configuration import mesh_streams, needed_streams
@@ -34,10 +42,14 @@ from kvmesh.bus.streams.server_check import check_server
 from kvmesh.cli.doctor.facts import Clock, Facts, NatsServer, UsedLimit
 from kvmesh.cli.status.index_checks import check_ranks
 from kvmesh.cli.status.report import gather
+from kvmesh.cli.status.served import WorkerCache, events_of, read_served
+from kvmesh.placement_rules.served import ServedTokens
 from kvmesh.settings import Settings
 
 ASK_S = 4.0
 REPORT_S = 8.0
+SERVED_S = 8.0
+SERVED_SINCE_S = 600.0
 SERVERS_S = 0.5  # in which all servers of a cluster reply
 PROBE_S = 1.0
 PROBES = 5  # on each subject: a mapping may move a share of the messages
@@ -72,6 +84,7 @@ async def gather_facts(bus: Bus, settings: Settings) -> Facts:
         await gathering.ask("clocks", gathering.clocks)
     if facts.report is not None:
         await gathering.ranks()
+        await gathering.ask("what engines serve", gathering.caches, SERVED_S)
     return facts
 
 
@@ -238,6 +251,30 @@ class _Gathering:
         assert report is not None
         with suppress(NotPermitted):
             self._facts.ranks = await check_ranks(self._bus, [m.card for m in report.instances])
+
+    async def caches(self) -> None:
+        """The tokens that each worker has served lately and those expected of it; its KV events."""
+        report, stream = self._facts.report, self._bus.subjects.route_stream
+        info = (self._facts.streams or {}).get(stream)
+        assert report is not None
+        cards = [member.card for member in report.instances]
+        last = info.state.last_seq if info is not None else 0
+        since = time.time() - SERVED_SINCE_S
+        served = (await read_served(self._bus, since, last)).since(since)
+        events: dict[str, list[RankEvents]] = {}
+        try:
+            events = await events_of(self._bus, cards)
+        except NotPermitted:
+            self._facts.events_refused = True
+        self._facts.caches = [
+            WorkerCache(
+                card.instance,
+                served.get(card.instance, ServedTokens()),
+                events.get(card.instance),
+            )
+            for card in cards
+            if card.instance in served or card.instance in events
+        ]
 
     async def clocks(self) -> None:
         """The times in the last messages of processes, beside when the server stored them."""

@@ -253,7 +253,7 @@ _FORMATTERS: dict[type, Callable[[Any], str]] = {
         (
             *(m.Cancel, m.Resend, m.Dump, m.Drain, m.Clear, m.Ping),
             *(m.LoadAdapter, m.TakeAdapter, m.UnloadAdapter, m.Serve),
-            *(m.Promote, m.Sleep),
+            *(m.Promote, m.Sleep, m.ShowEvents),
             *(m.CheckIndex, m.ShowLearned, m.ShowReturns, m.ShowSpeeds),
         ),
         _control,

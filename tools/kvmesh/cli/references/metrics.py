@@ -17,7 +17,7 @@ import kvmesh.router.metrics
 import kvmesh.runtime.warnings
 import kvmesh.worker.metrics
 from kvmesh.bus.metrics import BusCollector
-from kvmesh.frontend.metrics import TenantCollector
+from kvmesh.frontend.metrics import ServedCollector, TenantCollector
 from kvmesh.indexer.metrics import StateCollector
 from kvmesh.kvbm.core.blocks.block import ARENA
 from kvmesh.kvbm.core.config import KvbmConfig
@@ -70,7 +70,9 @@ def sources() -> dict[str, MetricSource]:
     ]
     return {
         "process": MetricSource("Every process", kvmesh.runtime.warnings, [BusCollector(None)]),
-        "frontend": MetricSource("Frontend", kvmesh.frontend.metrics, [TenantCollector()]),
+        "frontend": MetricSource(
+            "Frontend", kvmesh.frontend.metrics, [TenantCollector(), ServedCollector(list)]
+        ),
         "router": MetricSource("Router", kvmesh.router.metrics, []),
         "indexer": MetricSource("Indexer", kvmesh.indexer.metrics, [StateCollector(dict)]),
         "worker": MetricSource("Worker", kvmesh.worker.metrics, worker),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from kvmesh.observer.columns import VIEWS, RowView
 
 HELP = (
-    "1 fleet, 2 sessions, 3 tenants",
+    "1 fleet, 2 sessions, 3 tenants, 4 caches",
     "s  sort by the next column",
     "r  reverse the order",
     "j, k, arrows, space, b  scroll",

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,8 +16,10 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.discovery.worker_reports import follow_loads, follow_starts
 from kvmesh.bus.errors import NotPermitted
+from kvmesh.bus.messages import RankEvents
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.cli.learned import learned_of, line
+from kvmesh.cli.status.served import ServedByWorker, cache_rows, events_of
 from kvmesh.cli.top.controls import TopControls
 from kvmesh.cli.top.screen import FRAME_LINES, TopStatus, frame, table
 from kvmesh.cli.top.terminal import LastWarning, keys
@@ -45,6 +47,8 @@ class TopMonitor:
         self._sessions = by_session(window_s)
         self._tenants = by_tenant(window_s)
         self._learned = ""
+        self._served = ServedByWorker()
+        self._events: dict[str, list[RankEvents]] = {}
         self._clock = asyncio.get_running_loop().time
         self._reader = StreamReader(
             bus,
@@ -72,11 +76,15 @@ class TopMonitor:
                 self._bus, lambda worker: self._fleet.starting(worker, self._clock())
             )
             await self._reader.open()
-            learners = asyncio.create_task(self._follow_learners(directory))
+            questions = [
+                asyncio.create_task(self._follow_learners(directory)),
+                asyncio.create_task(self._follow_events(directory)),
+            ]
             try:
                 yield
             finally:
-                learners.cancel()
+                for question in questions:
+                    question.cancel()
                 await self._reader.close()
                 await starts.unsubscribe()
                 await loads.unsubscribe()
@@ -93,7 +101,17 @@ class TopMonitor:
         except NotPermitted:
             self._learned = ""
 
+    async def _follow_events(self, directory: Directory) -> None:
+        """Ask workers for the counts of their KV events, every LEARNERS_S, if this user may."""
+        with suppress(NotPermitted):
+            while True:
+                cards = directory.instances
+                self._events = await events_of(self._bus, cards)
+                self._served.retain(card.instance for card in cards)
+                await asyncio.sleep(LEARNERS_S)
+
     def _on_route(self, message: StreamMessage) -> None:
+        self._served.add(message.data)
         outcome = decoded_outcome(message.data)
         if outcome is not None:
             # clocks differ, and no request ended in the future
@@ -110,6 +128,8 @@ class TopMonitor:
         """The rows of a view now, without an order."""
         if view == "fleet":
             return self._fleet.rows(self._clock())
+        if view == "caches":
+            return cache_rows(self._served.since(time.time() - self._window_s), self._events)
         return (self._sessions if view == "sessions" else self._tenants).rows(time.time())
 
     def status(self, notice: str = "") -> TopStatus:

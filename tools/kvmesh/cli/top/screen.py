@@ -15,7 +15,7 @@ from kvmesh.runtime.logs import printable
 from kvmesh.runtime.quantities import duration
 
 FRAME_LINES = 4  # header, line of learners, headings, footer
-KEYS = "1 fleet  2 sessions  3 tenants  s sort  r reverse  p pause  ? help  q quit"
+KEYS = "1 fleet  2 sessions  3 tenants  4 caches  s sort  r reverse  p pause  ? help  q quit"
 _COLOURS = {"ready": "green", "draining": "yellow", "incompatible": "red", "silent": "red"}
 
 

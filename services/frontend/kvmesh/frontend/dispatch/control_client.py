@@ -10,14 +10,25 @@ from msgspec.structs import asdict, replace
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.errors import BusError, cause
-from kvmesh.bus.messages import Control, ControlReply, Instance, MessageDecoder, Role
+from kvmesh.bus.messages import (
+    Control,
+    ControlReply,
+    Instance,
+    MessageDecoder,
+    NotCleared,
+    Role,
+)
 
 TIMEOUT_S = 3.0
+EFFECT_S = 12.0  # longer than an engine takes for a command, which replies after its effect
 _replies = MessageDecoder(ControlReply)
 
 
 class InstanceReply(Struct, frozen=True):
-    """One process's reply; `blocks` counts the blocks in its tiers that the command affected."""
+    """One process's reply; `blocks` counts the blocks in its tiers that the command affected.
+
+    `not_cleared` is that of the `ControlReply`, after a `Clear`.
+    """
 
     instance: str
     name: str
@@ -26,6 +37,7 @@ class InstanceReply(Struct, frozen=True):
     ok: bool
     blocks: int
     reason: str
+    not_cleared: list[NotCleared] = []
 
 
 class ControlClient:
@@ -49,11 +61,13 @@ class ControlClient:
         """Send a command to all; a failure to get a reply becomes a reply with the reason."""
         return list(await asyncio.gather(*(self._send(card, command) for card in cards)))
 
-    async def request(self, instance: str, command: Control) -> ControlReply:
+    async def request(
+        self, instance: str, command: Control, timeout_s: float = TIMEOUT_S
+    ) -> ControlReply:
         """Send a command; a failure to get its reply becomes a reply with the reason."""
         subject = self._bus.subjects.ctl(instance)
         try:
-            return await self._bus.request(subject, command, _replies, TIMEOUT_S)
+            return await self._bus.request(subject, command, _replies, timeout_s)
         except BusError as error:
             return ControlReply(False, cause(error))
 
@@ -63,9 +77,9 @@ class ControlClient:
             self._bus.post(self._bus.subjects.ctl(card.instance), command)
 
     async def _send(self, card: Instance, command: Control) -> InstanceReply:
-        reply = await self.request(card.instance, command)
+        reply = await self.request(card.instance, command, EFFECT_S)
         identity = (card.instance, card.name, card.role.value, card.node)
-        return InstanceReply(*identity, reply.ok, reply.blocks, reply.reason)
+        return InstanceReply(*identity, reply.ok, reply.blocks, reply.reason, reply.not_cleared)
 
 
 def held_models(card: Instance) -> set[str]:
@@ -78,13 +92,25 @@ def held_models(card: Instance) -> set[str]:
 
 
 def summary(replies: Iterable[InstanceReply]) -> dict[str, Any]:
-    """JSON of a broadcast: the total of blocks, and one merged reply of each process."""
+    """JSON of a broadcast: the total of blocks, and one merged reply of each process.
+
+    `ok`: the command has its effect on every process.
+    """
+    merged = merge(replies)
+    instances = [asdict(reply) for reply in merged]
+    for instance in instances:
+        del instance["not_cleared"]
+    blocks = sum(reply.blocks for reply in merged)
+    return {"ok": all(reply.ok for reply in merged), "blocks": blocks, "instances": instances}
+
+
+def merge(replies: Iterable[InstanceReply]) -> list[InstanceReply]:
+    """One reply of each process to several commands."""
     by_instance: dict[str, InstanceReply] = {}
     for reply in replies:
         before = by_instance.get(reply.instance)
         by_instance[reply.instance] = reply if before is None else _merged(before, reply)
-    instances = [asdict(reply) for reply in by_instance.values()]
-    return {"blocks": sum(reply["blocks"] for reply in instances), "instances": instances}
+    return list(by_instance.values())
 
 
 def _merged(one: InstanceReply, other: InstanceReply) -> InstanceReply:
@@ -93,4 +119,10 @@ def _merged(one: InstanceReply, other: InstanceReply) -> InstanceReply:
         ok=one.ok and other.ok,
         blocks=one.blocks + other.blocks,
         reason=one.reason or other.reason,
+        not_cleared=_union(one.not_cleared, other.not_cleared),
     )
+
+
+def _union(one: list[NotCleared], other: list[NotCleared]) -> list[NotCleared]:
+    by_tier = {each.tier: each for each in (*other, *one)}
+    return [by_tier[tier] for tier in sorted(by_tier)]

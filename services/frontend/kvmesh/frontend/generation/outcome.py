@@ -13,6 +13,7 @@ from kvmesh.frontend.generation.cache_expectations import CacheExpectations
 from kvmesh.frontend.generation.nvext import all_outcomes
 from kvmesh.frontend.preprocess.conversation_key import conversation_name
 from kvmesh.frontend.tenant_figures import TenantUse
+from kvmesh.placement_rules.served import expected_tokens
 
 
 class OutcomeReporter:
@@ -86,8 +87,12 @@ class OutcomeReporter:
         if stream.attempts != 1 or stream.cached is None:
             return
         if routed is not None and routed.prefill is None:
-            expected = sum(routed.overlap) * task.prepared.model.card.block_size
-            self._expectations.add(stream.instance, expected, sum(stream.cached))
+            size = task.prepared.model.card.block_size
+            overlap, count, possible = routed.overlap, task.prompt.count, routed.possible
+            expected = sum(expected_tokens(overlap, size, count))
+            announced = None if possible is None else possible.chosen
+            known = expected_tokens(overlap, size, count, announced)
+            self._expectations.add(task.model, stream.instance, expected, known, stream.cached)
 
 
 def _measure(task: SequenceTask, started: float, now: float) -> None:

@@ -291,13 +291,22 @@ class RetentionManager:
 
     def clear(self, salt: int | None, tenant: str = "") -> int:
         """Drop unused blocks, pinned or not, of all or one namespace; return their number."""
+        return sum([self._prune(root, CLEARED, pinned=True) for root in self._roots(salt, tenant)])
+
+    def held(self, salt: int | None, tenant: str = "") -> int:
+        """The number of full blocks of all or one namespace."""
+        runs = self._roots(salt, tenant)
+        for run in runs:
+            runs.extend(run.children.values())
+        return sum([len(run) for run in runs])
+
+    def _roots(self, salt: int | None, tenant: str) -> list[BlockRun]:
         namespace = salt, tenant
-        roots = [
+        return [
             root
             for root in self._tree.roots.values()
             if salt is None or (root.salt, root.tenant) == namespace
         ]
-        return sum(self._prune(root, CLEARED, pinned=True) for root in roots)
 
     # pins
 

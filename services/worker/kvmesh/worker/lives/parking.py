@@ -14,6 +14,7 @@ from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.discovery.ping import answer_pings
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import (
+    Clear,
     Control,
     ControlReply,
     Drain,
@@ -36,8 +37,8 @@ class ParkingSpace:
     """A parked worker on the mesh, from `open` to `close`.
 
     Its card has a role of its own, so nothing that chooses workers sees it. It answers pings and
-    the commands `Promote`, which sets `promoted`, and `Drain`, which calls `leave`. `leaving` says
-    that the process ends.
+    the commands `Promote`, which sets `promoted`, and `Drain`, which calls `leave`. It has no
+    blocks to clear. `leaving` says that the process ends.
     """
 
     def __init__(
@@ -86,6 +87,8 @@ class ParkingSpace:
             case Drain():
                 self._leave()
                 reply(ControlReply(True))
+            case Clear():
+                reply(ControlReply(True))  # it holds no blocks
             case _:
                 reply(ControlReply(False, "it is parked"))
 

@@ -16,7 +16,7 @@ from support.engines import make_prefetch
 from support.recorder import Recorder
 from support.wait import eventually
 
-from kvmesh.bus.messages import Guided, Sampling, Work
+from kvmesh.bus.messages import Clear, Guided, Sampling, Work
 from kvmesh.demo import model_dir
 from kvmesh.hashing import block_hashes, salt
 from kvmesh.settings import Settings
@@ -355,7 +355,7 @@ async def test_clear_resets_the_cache_of_the_server(start: Start) -> None:
     sidecar = await start()
     await sidecar.run(work("a", prompt(100), max_tokens=1))
     await eventually(lambda: sidecar.sink.held.get(0))
-    sidecar.engine.clear()
+    await sidecar.engine.clear(Clear())
     await eventually(lambda: not sidecar.sink.held[0])
 
 

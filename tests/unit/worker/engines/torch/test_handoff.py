@@ -17,7 +17,7 @@ from support.tiny import tiny_model
 from support.torch_core import BLOCK, make_work
 from support.wait import eventually
 
-from kvmesh.bus.messages import Work
+from kvmesh.bus.messages import Clear, Work
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import TorchSettings, TransferSettings, WorkerSettings
 from kvmesh.worker.engine import EngineContext, EngineError
@@ -96,15 +96,15 @@ async def test_engines_that_change_their_roles_hand_off(start: Start) -> None:
     first, second = await start("aggregated"), await start("aggregated")
     expected = await second.run(make_work("whole", TOKENS))
     assert (await first.prompt("before", TOKENS)).handoff is None, "its role needs no handoff"
-    second.engine.clear()
-    first.engine.clear()
+    await second.engine.clear(Clear())
+    await first.engine.clear(Clear())
     await first.engine.switch_role("prefill")
     await second.engine.switch_role("decode")
     work = await first.prompt("a", TOKENS)
     assert await second.run(work) == expected
     assert second.sink.cached(work.request) == 96
     for each, role in ((first, "decode"), (second, "prefill")):
-        each.engine.clear()
+        await each.engine.clear(Clear())
         await each.engine.switch_role(role)
     back = await second.prompt("b", TOKENS)
     assert await first.run(back) == expected
@@ -146,9 +146,9 @@ async def test_a_prompt_is_computed_if_its_blocks_cannot_be_fetched(start: Start
     first.engine.abort("gone")
     assert await second.run(gone) == expected
     assert second.sink.cached(gone.request) == 0
-    second.engine.clear()
+    await second.engine.clear(Clear())
     assert await second.run(odd) == expected
-    second.engine.clear()
+    await second.engine.clear(Clear())
     dead = await first.prompt("dead", TOKENS)
     await first.engine.close()
     assert await second.run(dead) == expected

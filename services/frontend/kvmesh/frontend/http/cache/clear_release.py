@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from kvmesh.bus.messages import Clear, Instance, Release, Role, adapter_name
+from msgspec.structs import asdict
+
+from kvmesh.bus.messages import Clear, Instance, NotCleared, Release, Role, adapter_name
 from kvmesh.frontend.apis.cache.body import ClearBody, ReleaseBody
 from kvmesh.frontend.auth.accounts import Account
 from kvmesh.frontend.auth.tenant_secret import other_secrets
-from kvmesh.frontend.dispatch.control_client import ControlClient, summary
+from kvmesh.frontend.dispatch.control_client import ControlClient, InstanceReply, merge, summary
 from kvmesh.frontend.errors import InvalidRequest, Unavailable
 from kvmesh.frontend.http.endpoint import EndpointCall
 from kvmesh.frontend.models import ModelRegistry, ServedModel
@@ -30,7 +32,10 @@ class ClearReleaseEndpoints:
         self._control = control
 
     async def clear(self, call: EndpointCall[ClearBody]) -> dict[str, Any]:
-        """Drop the caller's blocks, or with `all_tenants` all; an engine keeps those in use."""
+        """Drop the caller's blocks, or with `all_tenants` all.
+
+        The answer is `ok` if no later prompt finds one of them; else it says what is left, and why.
+        """
         parsed, account = call.parsed, call.caller.account
         if account is not None:
             account.require_model(parsed.model)
@@ -44,16 +49,24 @@ class ClearReleaseEndpoints:
         if parsed.all_tenants and adapter:
             reason = f"`all_tenants` needs the base model {model.card.name}, not an adapter."
             raise InvalidRequest(reason, "model")
-        cards = [
-            c for c in self._control.holders_of([model.card.name]) if _has_tier(c, parsed.tiers)
-        ]
+        holders = self._control.holders_of([model.card.name])
+        cards = {card.instance: card for card in holders if _may_have(card, parsed.tiers)}
         own = self._salts(model, adapter, call.caller.tenant)
         tenant = "" if parsed.all_tenants else call.caller.tenant
         salts = [None] if parsed.all_tenants else own
         commands = [Clear(salt, parsed.tiers, model.card.name, tenant) for salt in salts]
-        replies = await asyncio.gather(*(self._control.broadcast(cards, each) for each in commands))
-        answer = summary(chain.from_iterable(replies))
-        _log_clear(call, answer["blocks"], len(cards))
+        replies = merge(
+            chain.from_iterable(
+                await asyncio.gather(
+                    *(self._control.broadcast(cards.values(), each) for each in commands)
+                )
+            )
+        )
+        answer = summary(replies)
+        for told, reply in zip(answer["instances"], replies, strict=True):
+            left = reply.not_cleared or _whole(reply, cards[reply.instance], parsed.tiers)
+            told["not_cleared"] = [asdict(each) for each in left]
+        _log_clear(call, answer)
         return {"object": "cache.clear", "model": parsed.model, **answer}
 
     async def release(self, call: EndpointCall[ReleaseBody]) -> dict[str, Any]:
@@ -84,24 +97,40 @@ class ClearReleaseEndpoints:
         return names if account is None else [name for name in names if account.allows_model(name)]
 
 
-def _log_clear(call: EndpointCall[ClearBody], blocks: int, instances: int) -> None:
+def _log_clear(call: EndpointCall[ClearBody], answer: dict[str, Any]) -> None:
     parsed, account = call.parsed, call.caller.account
+    left = [f"{told['name']}: {told['reason']}" for told in answer["instances"] if not told["ok"]]
     log.info(
-        "key %s cleared %d blocks of %s, tenant: %s, tiers: %s, on %d instances",
+        "key %s cleared %d blocks of %s, tenant: %s, tiers: %s, on %d instances%s",
         "none" if account is None else account.key.name,
-        blocks,
+        answer["blocks"],
         parsed.model,
         "all" if parsed.all_tenants else repr(call.caller.tenant),
         ", ".join(map(str, parsed.tiers)) or "all",
-        instances,
+        len(answer["instances"]),
+        f"; not cleared: {'; '.join(left)}" if left else "",
     )
 
 
-def _has_tier(card: Instance, tiers: list[int]) -> bool:
-    """True if the instance has one of the tiers; an empty list means all."""
-    if not tiers:
-        return True
-    if card.role is not Role.WORKER:
-        return any(tiers)
-    lower = card.capacity.tier_blocks if card.capacity is not None else []
-    return 0 in tiers or any(tier in tiers for tier, blocks in enumerate(lower, 1) if blocks)
+def _may_have(card: Instance, tiers: list[int]) -> bool:
+    """True if the instance may have one of the tiers; an empty list means all.
+
+    A card does not tell the stores from which an engine loads blocks by itself.
+    """
+    return not tiers or card.role is Role.WORKER or any(tiers)
+
+
+def _whole(reply: InstanceReply, card: Instance, tiers: list[int]) -> list[NotCleared]:
+    """Every tier that the command named, of an instance without an outcome by tier."""
+    if reply.ok:
+        return []
+    if card.role is Role.WORKER:
+        own = [0, *_sized(card.capacity.tier_blocks if card.capacity is not None else [])]
+    else:
+        own = list(_sized(card.store.tier_blocks if card.store is not None else []))
+    named = [tier for tier in own if tier in tiers] or tiers or own
+    return [NotCleared(tier, reply.reason) for tier in named]
+
+
+def _sized(lower: list[int]) -> Iterable[int]:
+    return (tier for tier, blocks in enumerate(lower, 1) if blocks)

@@ -138,4 +138,4 @@ def _view(pin: PinHead) -> dict[str, Any]:
 def _affected(replies: list[InstanceReply]) -> dict[str, Any]:
     """The pinned blocks that instances hold now, in all and by instance."""
     total = summary(replies)
-    return {"affected": total["blocks"], "instances": total["instances"]}
+    return {"ok": total["ok"], "affected": total["blocks"], "instances": total["instances"]}

@@ -1,14 +1,14 @@
 """All blocks of a node and their copies in its tiers, with the resulting moves and events."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain, groupby
 from math import inf
 from operator import attrgetter
 
-from kvmesh.bus.messages import CLIPPED, CORRUPT, KvEvent
+from kvmesh.bus.messages import CLEARED, CLIPPED, CORRUPT, KvEvent
 from kvmesh.kvbm.core.blocks.block import (
     ARENA,
     DISK,
@@ -113,6 +113,8 @@ class Store:
         self.restored = RestoredBlocks()
         self._remote_drops: list[bytes] = []
         self._discarded: set[Copy] = set()
+        # the remote store keeps these blocks for a while after their copies have left the index
+        self._lapsed: OrderedDict[bytes, Block] = OrderedDict()
         self._events = EventLog()
         self._moves: list[Move] = []
         self._arena_changes: list[bytes] = []
@@ -193,6 +195,8 @@ class Store:
 
     def register(self, copy: Copy, checksum: int) -> None:
         """Mark a staged copy's content as final."""
+        if copy.tier == REMOTE:
+            self._lapsed.pop(copy.block.digest, None)
         copy.checksum = checksum
         copy.state = CopyState.REGISTERED
         copy.inbound = False
@@ -230,6 +234,13 @@ class Store:
             self._discarded.add(copy)
         self.drop(copy, cause)
 
+    def discard_lapsed(self, chosen: Callable[[Block], bool]) -> None:
+        """Have the remote store drop the chosen blocks of which the index has no copy any more."""
+        gone = [digest for digest, block in self._lapsed.items() if chosen(block)]
+        for digest in gone:
+            del self._lapsed[digest]
+        self._remote_drops += gone
+
     def drop_corrupt(self, digests: list[bytes]) -> int:
         """Drop all copies of blocks with wrong content; return the number of blocks."""
         corrupt = [block for digest in digests if (block := self.blocks.get(digest)) is not None]
@@ -259,6 +270,10 @@ class Store:
             self._end_restored(copy, False)
         if copy.registered:
             self._events.removed(copy.tier, block, cause)
+            if copy.tier == REMOTE and cause.reason != CLEARED and self.remote is not None:
+                self._lapsed[block.digest] = block
+                if len(self._lapsed) > self.remote.max_blocks:
+                    self._lapsed.popitem(last=False)
         self._log_change(copy, False)
         self._revalue_above(copy)
         if not block.copies and self.blocks.get(block.digest) is block:

@@ -63,6 +63,9 @@ class FolderStore:
     async def drop(self, digests: Sequence[bytes]) -> None:
         await self._run("drop", lambda: self._unlink(digests))
 
+    async def is_empty(self) -> bool:
+        return await self._run("look", lambda: not any(self._folder.glob("??/*")))
+
     async def tend(self) -> None:
         await self._run("tend", self._sweep)
 

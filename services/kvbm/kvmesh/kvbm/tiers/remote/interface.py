@@ -52,6 +52,10 @@ class RemoteStore(Protocol):
         """Drop blocks; missing ones are ignored."""
         ...
 
+    async def is_empty(self) -> bool:
+        """True if the store has no block of the mesh; False if a look takes too long."""
+        ...
+
     async def tend(self) -> None:
         """Periodic housekeeping."""
         ...

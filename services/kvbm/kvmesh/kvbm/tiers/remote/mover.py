@@ -27,6 +27,7 @@ BATCH_BLOCKS = 32
 MIN_REST_S = 1.0
 MAX_REST_S = 30.0
 TEND_S = 60.0
+MAX_DOOMED = 1 << 20
 
 
 class Note(Struct, frozen=True, array_like=True):
@@ -43,7 +44,10 @@ Ends = list[tuple[Move, MoveEnd]]
 
 
 class RemoteMover:
-    """Carries out moves to and from `store`, at most MAX_CALLS batches at a time."""
+    """Carries out moves to and from `store`, at most MAX_CALLS batches at a time.
+
+    Blocks that are to be dropped are not found any more, even while the store fails to drop them.
+    """
 
     def __init__(
         self,
@@ -62,6 +66,7 @@ class RemoteMover:
         self._tasks = BackgroundTasks()
         self._rest_s = 0.0
         self._paused_until = 0.0
+        self._doomed: dict[bytes, None] = {}
         self.errors = 0
 
     @property
@@ -81,18 +86,35 @@ class RemoteMover:
 
     async def find(self, digests: Sequence[bytes]) -> int:
         """Number of leading blocks in the store; 0 if it fails."""
-        return await self._guarded(self._store.find(digests)) or 0
+        doomed = (index for index, digest in enumerate(digests) if digest in self._doomed)
+        found = digests[: next(doomed, len(digests))]
+        return await self._guarded(self._store.find(found)) or 0
 
     def drop(self, digests: Sequence[bytes]) -> None:
-        """Drop blocks from the store."""
+        """Drop blocks from the store, now or once it works again."""
         if digests:
-            self._tasks.start(self._drop(digests))
+            self._doomed.update(dict.fromkeys(digests))
+            while len(self._doomed) > MAX_DOOMED:
+                del self._doomed[next(iter(self._doomed))]
+            self._tasks.start(self._drop())
+
+    async def is_empty(self) -> bool:
+        """True if the store has no blocks; False if it fails."""
+        return await self._guarded(self._store.is_empty()) or False
+
+    async def undropped(self, timeout_s: float) -> int:
+        """The number of blocks that the store still has to drop, once all is done or time is up."""
+        for _ in range(2):  # a block that is being written is dropped after that
+            await self._tasks.wait(timeout_s / 2)
+        return len(self._doomed)
 
     async def tend(self) -> None:
         """Run the store's housekeeping periodically until cancelled."""
         while True:
             await asyncio.sleep(TEND_S)
             await self._guarded(self._store.tend())
+            if self._doomed:
+                await self._drop()
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -112,6 +134,8 @@ class RemoteMover:
         notes = [self._note(move.source) for move in batch]
         packed = await asyncio.to_thread(self._pack, batch, notes)
         await self._store.put(packed)
+        for block in packed:
+            self._doomed.pop(block.digest, None)
         return [(move, MoveEnd.DONE) for move in batch]
 
     def _note(self, copy: Copy) -> bytes:
@@ -160,9 +184,15 @@ class RemoteMover:
         move.wishes.extend(RetentionWish(level, ttl_s) for level, ttl_s in result.wishes)
         return move, MoveEnd.DONE
 
-    async def _drop(self, digests: Sequence[bytes]) -> None:
+    async def _drop(self) -> None:
         async with self._slots:
-            await self._guarded(self._store.drop(digests))
+            if digests := list(self._doomed):
+                await self._guarded(self._drop_all(digests))
+
+    async def _drop_all(self, digests: Sequence[bytes]) -> None:
+        await self._store.drop(digests)
+        for digest in digests:
+            self._doomed.pop(digest, None)
 
     async def _guarded(self, work: Coroutine[None, None, T]) -> T | None:
         """The store's reply; None if it fails or is paused."""
@@ -202,6 +232,12 @@ class NoRemote:
 
     def drop(self, digests: Sequence[bytes]) -> None:
         pass
+
+    async def is_empty(self) -> bool:
+        return True
+
+    async def undropped(self, timeout_s: float) -> int:
+        return 0
 
     async def tend(self) -> None:
         pass

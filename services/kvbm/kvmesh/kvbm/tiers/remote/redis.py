@@ -5,6 +5,7 @@ memory.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ BATCH_BYTES = 8 << 20
 BATCH_KEYS = 4096
 FIRST_KEYS = 64
 CONNECTIONS = 8
+MAX_SCANS = 64
 
 
 class RedisStore:
@@ -67,6 +69,17 @@ class RedisStore:
         for start in range(0, len(digests), BATCH_KEYS):
             keys = [self._prefix + digest for digest in digests[start : start + BATCH_KEYS]]
             await self._checked("drop", lambda keys=keys: self._redis.unlink(*keys))  # type: ignore[misc]
+
+    async def is_empty(self) -> bool:
+        cursor = 0
+        for _ in range(MAX_SCANS):  # of a server with many other keys
+            call = partial(self._redis.scan, cursor, self._prefix + b"*", BATCH_KEYS)
+            cursor, keys = await self._checked("look", call)
+            if keys:
+                return False
+            if not cursor:
+                return True
+        return False
 
     async def tend(self) -> None:
         """Nothing to do: the server drops expired blocks."""

@@ -8,6 +8,8 @@ Of vLLM's fields, `session_id` is not read, since the index knows blocks and not
 `ownership`, which names one of several offloading tiers, nor `lookahead_token_ids`: with a draft
 model vLLM hashes a block with tokens after it, so that a prompt which ends at a block, or differs
 right after it, has one block less in the engine than in the index.
+
+An `AllBlocksCleared` with a `medium`, which kvmesh's connector publishes, is of that medium alone.
 """
 
 from array import array
@@ -33,7 +35,7 @@ _STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora
 _FIELDS = {
     "BlockStored": (*_STORED, "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind"),
     "BlockRemoved": ("block_hashes", "medium", "group_idx"),
-    "AllBlocksCleared": (),
+    "AllBlocksCleared": ("medium",),
 }
 _WHOLE_PREFIX = {None, "full_attention", "mla_attention", "sink_full_attention", "unknown"}
 _DECODER = MessageDecoder()
@@ -68,7 +70,7 @@ class EventDecoder:
                     elif kind == "BlockRemoved":
                         found.append(_removed(raw))
                     elif kind == "AllBlocksCleared":
-                        found.append(AllCleared())
+                        found.append(AllCleared(_tier(raw) if raw.get("medium") else None))
             return found
         except (msgspec.MsgspecError, LookupError, ArithmeticError, *_MALFORMED) as error:
             raise ValueError(f"malformed KV event: {error!r}") from error

@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import Container
 from pathlib import Path
 
 from kvmesh.bus.messages import (
     Capacity,
+    Clear,
     KvEvent,
     Load,
     Pin,
@@ -24,6 +24,7 @@ from kvmesh.step_times.profile import StepProfileError
 from kvmesh.step_times.registry import load_step_profile
 from kvmesh.worker.adapters.prefetching.queue import PrefetchQueue
 from kvmesh.worker.capabilities import TierCounts, never
+from kvmesh.worker.clearing import ClearOutcome, combined
 from kvmesh.worker.engine import (
     EngineConfigError,
     EngineContext,
@@ -35,12 +36,11 @@ from kvmesh.worker.engine import (
     StoreFactory,
 )
 from kvmesh.worker.enginecore.counters import RetentionState
-from kvmesh.worker.enginecore.retention import RetentionManager
 from kvmesh.worker.enginecore.retention_options import RetentionOptions
 from kvmesh.worker.enginecore.retention_request import parse_retention
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.enginecore.sequence import Request, hash_prompt
-from kvmesh.worker.enginecore.simulated_tiers import TIERS, tier_options
+from kvmesh.worker.enginecore.simulated_tiers import tier_options
 from kvmesh.worker.engines.mock.core import CoreOptions, MockCore
 from kvmesh.worker.engines.mock.faults import Faults
 from kvmesh.worker.engines.mock.kvbm_tiers import (
@@ -248,8 +248,8 @@ class MockEngine:
             self._ranks[rank].publish_events()  # those of the step in progress
             self.events(rank, self._ranks[rank].core.dump())
 
-    def clear(self) -> None:
-        self._drop(None, "", TIERS)
+    async def clear(self, command: Clear) -> ClearOutcome:
+        return combined(rank.clear(command) for rank in self._ranks)
 
     # retention
 
@@ -269,15 +269,6 @@ class MockEngine:
             rank.change_retention(lambda manager, now: manager.unpin(pin, now))
             for rank in self._ranks
         )
-
-    async def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
-        return self._drop(salt, tenant, tiers)
-
-    def _drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
-        def change(manager: RetentionManager, _: float) -> int:
-            return manager.clear(salt, tenant)
-
-        return sum(rank.drop_blocks(change, tiers) for rank in self._ranks)
 
     async def expect_returns(self, forecasts: list[ReturnForecast]) -> None:
         now = asyncio.get_running_loop().time()

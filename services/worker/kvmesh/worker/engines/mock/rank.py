@@ -7,7 +7,8 @@ from collections.abc import Callable, Container
 from math import isinf
 from typing import Protocol, TypeAlias
 
-from kvmesh.bus.messages import KvEvent, Load, Removed
+from kvmesh.bus.messages import Clear, KvEvent, Load, Removed
+from kvmesh.worker.clearing import ClearOutcome, in_use, named_tiers
 from kvmesh.worker.engine import EngineError, OutputDelta, Sink
 from kvmesh.worker.enginecore.retention import RetentionManager
 from kvmesh.worker.enginecore.sequence import Request
@@ -110,6 +111,16 @@ class MockRank:
         self._send(events)
         removed = [array("Q", event.engine) for event in events if isinstance(event, Removed)]
         return len({block for blocks in removed for block in blocks})
+
+    def clear(self, command: Clear) -> ClearOutcome:
+        """Drop the blocks that a command names, but for those in use."""
+        tiers, namespace = named_tiers(command), (command.salt, command.tenant)
+        blocks = self.drop_blocks(lambda manager, _: manager.clear(*namespace), tiers)
+        kept = dict[int, str]()
+        for manager in self.core.block_managers:
+            if manager.tier in tiers:
+                kept |= in_use(manager.retention.held(*namespace), manager.tier)
+        return ClearOutcome(blocks, kept)
 
     def publish_events(self) -> None:
         """Publish all changes so far, those of the step in progress included, in order."""

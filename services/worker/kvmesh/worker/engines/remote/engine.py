@@ -8,7 +8,7 @@ count is that of the blocks known from events when the request was sent.
 import asyncio
 import logging
 from array import array
-from collections.abc import AsyncGenerator, Container
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from kvmesh.worker.adapters.prefetching.adapter import PrefetchingAdapter
 from kvmesh.worker.adapters.request_origin import origin_params
 from kvmesh.worker.adapters.request_streams import RequestStreams, StepClock, StreamOutput
 from kvmesh.worker.capabilities import TierCounts
+from kvmesh.worker.clearing import ENGINE, ClearOutcome, named_tiers
 from kvmesh.worker.engine import (
     NO_RETENTION,
     EngineConfigError,
@@ -50,6 +51,7 @@ from kvmesh.worker.engine import (
 from kvmesh.worker.enginecore.counters import EngineCounters, RetentionState
 from kvmesh.worker.engines.remote import completions
 from kvmesh.worker.engines.remote.answers import ServerRequest, answer
+from kvmesh.worker.engines.remote.clearing import clear_sglang_server, clear_vllm_server
 from kvmesh.worker.engines.remote.direct_traffic import (
     DirectTraffic,
     OtherRequests,
@@ -63,7 +65,6 @@ from kvmesh.worker.model_folder import model_context
 
 log = logging.getLogger(__name__)
 MISSED_PROBES = 3
-ENGINE = 0  # the tier
 LINE_BYTES = 1 << 20
 NO_CONNECTOR = "the server's metrics have no series of KvmeshConnector"
 NO_CACHED_TOKENS = "the server does not report cached tokens (--enable-prompt-tokens-details)"
@@ -199,13 +200,17 @@ class RemoteEngine(PrefetchingAdapter):
     async def unpin(self, pin: str) -> int:
         return await self._retaining_server().execute(Unpin(pin))
 
-    async def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
-        if ENGINE not in tiers:
-            return 0
-        if self._retention is None and salt is None:
-            self.clear()
-            return 0
-        return await self._retaining_server().execute(Clear(salt=salt, tenant=tenant))
+    async def clear(self, command: Clear) -> ClearOutcome:
+        if self._retention is not None:
+            return await self._retention.clear(command)
+        if self._server is None:
+            raise EngineError("the engine has not started")
+        clear = clear_sglang_server if self._is_sglang else clear_vllm_server
+        outcome = await clear(self._server, command)
+        if command.salt is None and ENGINE in named_tiers(command) and ENGINE not in outcome.kept:
+            for feed in self._feeds:  # a server may publish the event with its next step only
+                feed.clear()
+        return outcome
 
     async def expect_returns(self, forecasts: list[ReturnForecast]) -> None:
         if self._retention is not None and self._retention.expects_returns:
@@ -257,9 +262,6 @@ class RemoteEngine(PrefetchingAdapter):
 
     def tier_counts(self) -> TierCounts | None:
         return self._tier_counts
-
-    def clear(self) -> None:
-        self._tasks.start(self._clear(), "clear cache")
 
     async def close(self) -> None:
         await self._stop_streams()
@@ -353,10 +355,6 @@ class RemoteEngine(PrefetchingAdapter):
                     output.retention, output.decode = outcomes
                 is_first = False
                 yield output
-
-    async def _clear(self) -> None:
-        if self._server is not None and not await self._server.clear(self._info.owner):
-            log.warning("%s does not allow clearing its cache", self._redacted_url)
 
     async def _watch(self, server: InferenceServer) -> None:
         failures = 0

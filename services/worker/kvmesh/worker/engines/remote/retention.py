@@ -9,12 +9,15 @@ import msgspec
 from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import Clear, ExpectReturns, Pin, Release, Unpin
 from kvmesh.settings import redacted
+from kvmesh.worker.adapters.engine_stores import LOWER
+from kvmesh.worker.clearing import ClearOutcome, named_tiers
 from kvmesh.worker.engine import EngineError
 from kvmesh.worker.enginecore.counters import RetentionState
 
 log = logging.getLogger(__name__)
 PATH = "/v1/kvmesh/retention"
 TIMEOUT_S = 10.0
+OLD_PLUGIN = "the server's plugin of kvmesh is older, and does not clear the stores of connectors"
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -25,6 +28,7 @@ class _State(msgspec.Struct):
 class _Reply(msgspec.Struct):
     blocks: int
     ranks: list[dict[str, Any]]
+    kept: dict[int, str] | None = None
 
 
 class _Outcomes(msgspec.Struct):
@@ -73,8 +77,20 @@ class ServerRetention:
         except (aiohttp.ClientError, TimeoutError):
             return
 
-    async def execute(self, command: Clear | Pin | Release | Unpin | ExpectReturns) -> int:
+    async def clear(self, command: Clear) -> ClearOutcome:
+        """Clear the server's memory and stores; raises EngineError."""
+        reply = await self._execute(command)
+        if reply.kept is not None:
+            return ClearOutcome(reply.blocks, reply.kept)
+        return ClearOutcome(
+            reply.blocks, {tier: OLD_PLUGIN for tier in LOWER if tier in named_tiers(command)}
+        )
+
+    async def execute(self, command: Pin | Release | Unpin | ExpectReturns) -> int:
         """Execute a command; the number of blocks affected. Raises EngineError."""
+        return (await self._execute(command)).blocks
+
+    async def _execute(self, command: Clear | Pin | Release | Unpin | ExpectReturns) -> _Reply:
         content = await self._call("POST", "/command", _encode(command))
         try:
             reply = msgspec.json.decode(content, type=_Reply)
@@ -85,7 +101,7 @@ class ServerRetention:
         except msgspec.MsgspecError as error:
             raise EngineError(f"the plugin of another version replied: {error}") from error
         self.states = states
-        return reply.blocks
+        return reply
 
     async def outcomes(self, request: str) -> tuple[list[str] | None, str | None]:
         """Outcomes of the directives for a request's prompt and for its output, as known now.

@@ -1,5 +1,6 @@
-"""HTTP client of an inference server: model information, health, load, cache reset."""
+"""HTTP client of an inference server: model information, health, load, adapters."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -109,14 +110,35 @@ class InferenceServer:
         samples = await self._metrics()
         return gauges_of(samples, model)._replace(tiers=_tier_counts(samples))
 
-    async def clear(self, owner: str) -> bool:
-        """Reset the server's prefix cache; False if the server refuses."""
-        path = "/flush_cache" if owner == "sglang" else "/reset_prefix_cache"
+    async def post(
+        self, path: str, params: dict[str, str], timeout_s: float
+    ) -> tuple[int, dict[str, Any], str]:
+        """Post without a body; the status, the body as an object, and its text or message.
+
+        Raises EngineError without a reply.
+        """
+        timeout, url = aiohttp.ClientTimeout(timeout_s), self._url + path
         try:
-            async with self._http.post(self._url + path) as response:
-                return response.status == 200
-        except aiohttp.ClientError:
-            return False
+            async with self._http.post(url, params=params, timeout=timeout) as response:
+                status, text = response.status, (await response.text())[:2000]
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineError(redacted(f"{url}: {cause(error)}")) from error
+        return status, _object(text), message_of(text).strip()
+
+    async def arguments(self) -> dict[str, Any]:
+        """The server's arguments: SGLang's `ServerArgs` or vLLM's configuration; empty if untold.
+
+        vLLM tells them in its development mode only. Raises EngineError if it does not reply.
+        """
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                told = await self._optional("/server_info?config_format=json")
+                told = told or await self._optional("/get_server_info")
+        except TimeoutError:
+            reason = f"{self._redacted_url} does not reply within {PROBE_TIMEOUT_S:g} s"
+            raise EngineError(reason) from None
+        config = told.get("vllm_config", told)
+        return config if isinstance(config, dict) else {}
 
     async def load_adapter(self, name: str, folder: str) -> None:
         """Load a LoRA adapter by vLLM's API; raises AdapterError or Unsupported."""

@@ -17,8 +17,9 @@ from sglang import Engine
 from sglang import __version__ as sglang_version
 from sglang.srt.managers.io_struct import CloseSessionReqInput
 
-from kvmesh.bus.messages import Capacity, Load, Work
+from kvmesh.bus.messages import Capacity, Clear, Load, Work
 from kvmesh.worker.adapters.base import StreamingAdapter
+from kvmesh.worker.adapters.engine_stores import clear_sglang
 from kvmesh.worker.adapters.kv_events.feed import EventFeed
 from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
 from kvmesh.worker.adapters.kv_events.salts import PromptSalts
@@ -26,7 +27,9 @@ from kvmesh.worker.adapters.kv_events.subscriber import event_endpoints, rank_en
 from kvmesh.worker.adapters.request_streams import EngineUnavailable, RequestStreams, StreamOutput
 from kvmesh.worker.adapters.sglang_fields import AnswerReader, request_fields
 from kvmesh.worker.adapters.weights.linked_folder import LinkedArgument
+from kvmesh.worker.clearing import ClearOutcome
 from kvmesh.worker.engine import (
+    CLEAR_S,
     EngineContext,
     EngineError,
     EngineInfo,
@@ -40,7 +43,6 @@ from kvmesh.worker.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
 ROOMS = 1 << 63  # SGLang's ids of transfers are signed 64-bit integers
-FLUSH_S = 60.0
 
 
 def create(context: EngineContext) -> "SglangEngine":
@@ -126,8 +128,8 @@ class SglangEngine(StreamingAdapter):
             for rank, ledger in enumerate(self._ledgers)
         ]
 
-    def clear(self) -> None:
-        self._tasks.start(self._clear(), "sglang clear")
+    async def clear(self, command: Clear) -> ClearOutcome:
+        return await clear_sglang(self._arguments, command, self._flush, self._clear_storage)
 
     async def release(self, sessions: list[str]) -> int:
         """Close sessions: SGLang evicts their blocks before those of open sessions.
@@ -227,16 +229,23 @@ class SglangEngine(StreamingAdapter):
             if finish is None:
                 self._engine.tokenizer_manager.abort_request(rid=work.request)
 
-    async def _clear(self) -> None:
-        """Flush the cache once no request runs, as SGLang requires, then HiCache's storage."""
-        await self.drain()
-        manager = self._engine.tokenizer_manager
-        done = await manager.flush_cache(timeout_s=FLUSH_S)
-        if done.success and self._arguments.get("hicache_storage_backend"):
-            done = await manager.clear_hicache_storage()
-        if not done.success:
-            reason = getattr(done, "message", "") or "its scheduler refused"
-            log.error("SGLang did not clear its cache: %s", reason)
+    async def _flush(self) -> str:
+        """Flush the cache once no request runs, as SGLang requires; the reason if it does not."""
+        done = await self._engine.tokenizer_manager.flush_cache(timeout_s=CLEAR_S)
+        if done.success:
+            for feed in self._feeds:
+                feed.clear()
+        return _refusal(done)
+
+    async def _clear_storage(self) -> str:
+        return _refusal(await self._engine.tokenizer_manager.clear_hicache_storage())
+
+
+def _refusal(done: Any) -> str:
+    """SGLang's reason for not having cleared anything; empty if it has."""
+    if done.success:
+        return ""
+    return getattr(done, "message", "") or "SGLang refuses while requests run"
 
 
 def _scheduler_info(engine: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 
 from kvmesh.bus.messages import (
     Capacity,
+    Clear,
     Guided,
     KvEvent,
     Load,
@@ -31,6 +32,7 @@ from kvmesh.weights.answer import WeightsAccess
 from kvmesh.worker.adapters.arena_tensors import ArenaTensors
 from kvmesh.worker.adapters.prefetching.queue import PrefetchQueue
 from kvmesh.worker.capabilities import HandoffCounts, TierCounts, never
+from kvmesh.worker.clearing import ClearOutcome, in_use, named_tiers
 from kvmesh.worker.engine import (
     EngineConfigError,
     EngineContext,
@@ -259,8 +261,12 @@ class TorchEngine:
             self._publish(self._core.take_events())
             self._publish(self._core.blocks.dump())
 
-    def clear(self) -> None:
-        self._change_retention(lambda manager, _: manager.clear(None))
+    async def clear(self, command: Clear) -> ClearOutcome:
+        if ENGINE not in named_tiers(command):
+            return ClearOutcome()
+        salt, tenant = command.salt, command.tenant
+        blocks = self._change_retention(lambda manager, _: manager.clear(salt, tenant))
+        return ClearOutcome(blocks, in_use(self._core.blocks.retention.held(salt, tenant)))
 
     # retention
 
@@ -272,11 +278,6 @@ class TorchEngine:
 
     async def unpin(self, pin: str) -> int:
         return self._change_retention(lambda manager, now: manager.unpin(pin, now))
-
-    async def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
-        if ENGINE not in tiers:
-            return 0
-        return self._change_retention(lambda manager, _: manager.clear(salt, tenant))
 
     async def expect_returns(self, forecasts: list[ReturnForecast]) -> None:
         now = asyncio.get_running_loop().time()

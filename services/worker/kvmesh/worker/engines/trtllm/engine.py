@@ -22,7 +22,7 @@ from tensorrt_llm.llmapi import (
 )
 
 from kvmesh.bus.log_once import LogOnce
-from kvmesh.bus.messages import Capacity, Guided, Load, Sampling, Work
+from kvmesh.bus.messages import Capacity, Clear, Guided, Load, Sampling, Work
 from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.retention.claims import DEFAULT_LEVEL, MAX_LEVEL, RetentionWish
 from kvmesh.retention.token_ranges import segments
@@ -38,13 +38,13 @@ from kvmesh.worker.adapters.request_streams import (
     remaining,
 )
 from kvmesh.worker.adapters.weights.linked_folder import LinkedArgument
+from kvmesh.worker.clearing import ENGINE, HOST, ClearOutcome, named_tiers
 from kvmesh.worker.engine import (
     EngineContext,
     EngineError,
     EngineInfo,
     Rejected,
     Sink,
-    Unsupported,
 )
 from kvmesh.worker.enginecore.counters import LedgerCounts
 from kvmesh.worker.enginecore.retention_options import RetentionOptions
@@ -55,6 +55,7 @@ from kvmesh.worker.model_folder import model_context
 log = logging.getLogger(__name__)
 POLL_S = 0.05
 EVENT_BUFFER = 65536
+NOT_CLEARED = "TensorRT-LLM's API cannot clear its cache"
 # fields of the context phase's DisaggregatedParams that the generation phase gets
 HANDOFF = (
     "first_gen_tokens",
@@ -160,8 +161,10 @@ class TrtllmEngine(StreamingAdapter):
         if rank == 0 and self._sink is not None:
             self._sink.events(0, self._ledger.dump())
 
-    def clear(self) -> None:
-        raise Unsupported("TensorRT-LLM's API cannot clear its cache")
+    async def clear(self, command: Clear) -> ClearOutcome:
+        own = (ENGINE, HOST) if self._kv_cache.get("host_cache_size") else (ENGINE,)
+        named = [tier for tier in own if tier in named_tiers(command)]
+        return ClearOutcome(0, dict.fromkeys(named, NOT_CLEARED))
 
     async def close(self) -> None:
         await self._stop_streams()

@@ -23,7 +23,9 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from kvmesh.bus.messages import Capacity, Guided, Load, Prefetch, StartPhase, Work
+from kvmesh.bus.messages import Capacity, Clear, Guided, Load, Prefetch, StartPhase, Work
+from kvmesh.worker.adapters.connector_stores import plain_config
+from kvmesh.worker.adapters.engine_stores import EngineStore, clear_vllm, vllm_stores
 from kvmesh.worker.adapters.kv_events.feed import EventFeed
 from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
 from kvmesh.worker.adapters.kv_events.salts import PromptSalts
@@ -38,6 +40,7 @@ from kvmesh.worker.adapters.request_streams import (
 )
 from kvmesh.worker.adapters.vllm_fields import sampling_fields, structured_outputs
 from kvmesh.worker.capabilities import TierCounts
+from kvmesh.worker.clearing import ClearOutcome
 from kvmesh.worker.engine import (
     EngineConfigError,
     EngineError,
@@ -275,8 +278,8 @@ class VllmEngine(PrefetchingAdapter):
     def tier_counts(self) -> TierCounts | None:
         return self._stats[0].tier_counts if self._stats and self._tiered else None
 
-    def clear(self) -> None:
-        self._tasks.start(self._clear(), "vllm clear")
+    async def clear(self, command: Clear) -> ClearOutcome:
+        return await clear_vllm(self._stores, command, self._reset)
 
     async def close(self) -> None:
         await self._stop_streams()
@@ -445,16 +448,21 @@ class VllmEngine(PrefetchingAdapter):
             stats.load_ratio,
         )
 
-    async def _clear(self) -> None:
-        """Reset the whole prefix cache once no request uses it.
+    async def _reset(self, external: bool) -> bool:
+        """Reset the whole prefix cache, and with `external` the stores; False if blocks are in use.
 
         vLLM publishes the event with its next step, which may be much later: clear the feeds here.
         """
-        while not await self._llm.reset_prefix_cache():
-            await self.drain()
-            await asyncio.sleep(HEALTH_S / 10)
-        for feed in self._feeds:
-            feed.clear()
+        done: bool = await self._llm.reset_prefix_cache(reset_connector=external)
+        if done:
+            for feed in self._feeds:
+                feed.clear()
+        return done
+
+    @property
+    def _stores(self) -> list[EngineStore]:
+        """vLLM's own stores, which its arguments may name in other ways than a connector's."""
+        return vllm_stores(plain_config(self._llm.vllm_config.kv_transfer_config))
 
     async def _watch(self) -> None:
         """Fail all requests once vLLM has died, or all probes of STOPPED_S found it stopped."""

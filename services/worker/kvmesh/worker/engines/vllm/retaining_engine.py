@@ -1,18 +1,17 @@
 """Embedded vLLM that retains the blocks of its prefix cache on request."""
 
-from collections.abc import Container
 from typing import Any
 
 import msgspec
 
 from kvmesh.bus.messages import Clear, ExpectReturns, Pin, Release, ReturnForecast, Unpin
+from kvmesh.worker.clearing import ClearOutcome, combined
 from kvmesh.worker.engine import EngineError
 from kvmesh.worker.enginecore.counters import RetentionState
 from kvmesh.worker.engines.vllm.engine import VllmEngine
-from kvmesh.worker.engines.vllm.retention.settings import STATE
+from kvmesh.worker.engines.vllm.retention.settings import KEPT, STATE
 
 _encode = msgspec.msgpack.Encoder().encode
-ENGINE = 0
 
 
 class RetainingVllmEngine(VllmEngine):
@@ -29,10 +28,9 @@ class RetainingVllmEngine(VllmEngine):
     async def unpin(self, pin: str) -> int:
         return await self._execute(Unpin(pin))
 
-    async def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
-        if ENGINE not in tiers:
-            return 0
-        return await self._execute(Clear(salt=salt, tenant=tenant))
+    async def clear(self, command: Clear) -> ClearOutcome:
+        replies = await self._replies(command)
+        return combined(ClearOutcome(reply["blocks"], reply[KEPT]) for reply in replies)
 
     async def expect_returns(self, forecasts: list[ReturnForecast]) -> None:
         await self._execute(ExpectReturns(forecasts))
@@ -40,7 +38,13 @@ class RetainingVllmEngine(VllmEngine):
     def retention(self) -> list[RetentionState]:
         return [_state(stats.retention, rank) for rank, stats in enumerate(self._stats)]
 
-    async def _execute(self, command: Clear | Release | Pin | Unpin | ExpectReturns) -> int:
+    async def _execute(self, command: Release | Pin | Unpin | ExpectReturns) -> int:
+        return sum(reply["blocks"] for reply in await self._replies(command))
+
+    async def _replies(
+        self, command: Clear | Release | Pin | Unpin | ExpectReturns
+    ) -> list[dict[str, Any]]:
+        """The reply of each rank; raises EngineError."""
         client = self._llm.engine_core
         packed = _encode(command)
         if len(self._stats) > 1:
@@ -52,7 +56,7 @@ class RetainingVllmEngine(VllmEngine):
         errors = [reply["error"] for reply in replies if "error" in reply]
         if errors:
             raise EngineError(f"vLLM could not execute the command: {errors[0]}")
-        return sum(reply["blocks"] for reply in replies)
+        return list(replies)
 
 
 def _state(data: dict[str, Any], rank: int) -> RetentionState:

@@ -6,6 +6,7 @@ vLLM loads it if `VLLM_PLUGINS` names it. The paths begin with `/v1`, so that th
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from math import inf
 from typing import Any
 
@@ -15,9 +16,12 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from kvmesh.bus.messages import Clear, ExpectReturns, MessageDecoder, Pin, Release, Unpin
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.retention.claims import MAX_LEVEL
-from kvmesh.worker.engines.vllm.retention.hints import Name, namespace
+from kvmesh.worker.adapters.connector_stores import plain_config
+from kvmesh.worker.clearing import ClearOutcome, combined
+from kvmesh.worker.engines.vllm.retention.hints import Name, namespace, plain_fault
 from kvmesh.worker.engines.vllm.retention.settings import (
     CONNECTOR,
+    KEPT,
     STATE,
     QueryOutcomes,
     QueryState,
@@ -85,9 +89,8 @@ class RetentionEndpoints:
         self._client = engine_client
         config = engine_client.vllm_config
         self._ranks = config.parallel_config.data_parallel_size
-        transfer = config.kv_transfer_config
-        given = _plain(transfer) if transfer is not None else None
-        used = {connector.get("kv_connector") for connector in connectors_of(given)}
+        given = connectors_of(plain_config(config.kv_transfer_config))
+        used = {connector.get("kv_connector") for connector in given}
         self._missing = "" if CONNECTOR in used else f"--kv-transfer-config has no {CONNECTOR}"
         if self._missing:
             log.warning("retention has no effect: %s", self._missing)
@@ -116,9 +119,10 @@ class RetentionEndpoints:
 
     async def _clear(self, http: Request) -> Any:
         salt = (await _body(http, _ClearBody)).cache_salt
-        if salt is None:
-            return await self._affected(Clear())
-        return await self._affected(Clear(salt=namespace(salt), tenant=salt))
+        command = Clear() if salt is None else Clear(salt=namespace(salt), tenant=salt)
+        replies = await self._execute(command)
+        kept = _kept(replies)
+        return {"blocks": _blocks(replies), **({KEPT: kept} if kept else {})}
 
     async def _command(self, http: Request) -> Any:
         """Execute a command of a mesh's worker, in msgpack."""
@@ -129,7 +133,8 @@ class RetentionEndpoints:
         if isinstance(command, Pin) and not _is_valid(command):
             raise RefusedCommand(400, "the pin is invalid")
         replies = await self._execute(command)
-        return {"blocks": _blocks(replies), "ranks": [reply[STATE] for reply in replies]}
+        states = [reply[STATE] for reply in replies]
+        return {"blocks": _blocks(replies), "ranks": states, KEPT: _kept(replies)}
 
     async def _affected(self, command: _Command) -> dict[str, int]:
         return {"blocks": _blocks(await self._execute(command))}
@@ -153,19 +158,17 @@ class RetentionEndpoints:
         return list(replies)
 
 
-def _plain(transfer: Any) -> dict[str, Any]:
-    return {
-        "kv_connector": transfer.kv_connector,
-        "kv_connector_extra_config": transfer.kv_connector_extra_config,
-    }
-
-
 def _is_valid(pin: Pin) -> bool:
     return (
         len(pin.sequence_hashes) % HASH_BYTES == 0
         and 0 < pin.ttl_s < inf
         and 0 <= pin.priority <= MAX_LEVEL
     )
+
+
+def _kept(replies: list[dict[str, Any]]) -> Mapping[int, str]:
+    """By tier, why blocks that a clear named are still there; of several ranks the first reason."""
+    return combined(ClearOutcome(0, reply.get(KEPT, {})) for reply in replies).kept
 
 
 def _blocks(replies: list[dict[str, Any]]) -> int:
@@ -200,4 +203,4 @@ async def _body(http: Request, kind: Any) -> Any:
     try:
         return msgspec.json.decode(await _bytes(http), type=kind)
     except msgspec.MsgspecError as error:
-        raise RefusedCommand(400, str(error)) from error
+        raise RefusedCommand(400, plain_fault(error)) from error

@@ -25,7 +25,9 @@ from vllm.v1.engine.core import EngineCore
 from kvmesh.bus.messages import Clear, ExpectReturns, MessageDecoder, Pin, Release, Unpin
 from kvmesh.retention.awaited_prompts import on_clock
 from kvmesh.retention.budget import RetentionBudget
+from kvmesh.worker.adapters.connector_stores import clear_stores
 from kvmesh.worker.adapters.request_origin import KEY, OriginError, request_origin
+from kvmesh.worker.clearing import ENGINE, in_use, named_tiers
 from kvmesh.worker.engines.vllm.prometheus import UnexportedStats
 from kvmesh.worker.engines.vllm.retention.block_runs import RetainedRuns
 from kvmesh.worker.engines.vllm.retention.checkpoints import RetainedPrefixes, retained_prefixes
@@ -36,6 +38,7 @@ from kvmesh.worker.engines.vllm.retention.removal_causes import RemovalCauses
 from kvmesh.worker.engines.vllm.retention.requests import RetainedRequest
 from kvmesh.worker.engines.vllm.retention.settings import (
     DECODE,
+    KEPT,
     OUTCOMES,
     PREFILL_STEPS,
     PROMPT,
@@ -228,7 +231,7 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
             raise RuntimeError(self._missing)
         match _commands.decode(packed):
             case Clear() as clear:
-                blocks = retention.clear(clear.salt, clear.tenant)
+                return self._clear(retention, clear)
             case Release() as release:
                 blocks = retention.release(release.sessions)
             case Pin() as pin:
@@ -242,6 +245,13 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
             case QueryState():
                 blocks = self._pool.num_gpu_blocks
         return {"blocks": blocks, STATE: self._current_state(retention)}
+
+    def _clear(self, retention: PrefixCacheRetention, command: Clear) -> dict[str, Any]:
+        blocks, kept = 0, dict[int, str]()
+        if ENGINE in named_tiers(command):
+            blocks = retention.clear(command.salt, command.tenant)
+            kept = in_use(retention.held(command.salt, command.tenant))
+        return {"blocks": blocks, KEPT: kept, STATE: self._current_state(retention)}
 
     # worker side
 
@@ -392,6 +402,8 @@ def _install_command(connector: KvmeshRetentionConnector) -> None:
         try:
             result = connector.execute(packed)
             _publish_events(core.scheduler)
+            if KEPT in result:
+                result[KEPT] |= _clear_stores(core.scheduler, packed)
         except Exception as error:  # vLLM would log a traceback per call
             log.exception("a retention command failed")
             return {"error": str(error)}
@@ -401,8 +413,16 @@ def _install_command(connector: KvmeshRetentionConnector) -> None:
     EngineCore.kvmesh_retention = command
 
 
-def _publish_events(scheduler: Any) -> None:
+def _clear_stores(scheduler: Any, packed: bytes) -> dict[int, str]:
+    """Clear the stores of the other connectors; returns why blocks in some tiers are left."""
+    kept, cleared = clear_stores(scheduler, _commands.decode(packed))
+    if cleared:
+        _publish_events(scheduler, [*scheduler.connector.take_events(), *cleared])
+    return kept
+
+
+def _publish_events(scheduler: Any, more: Sequence[Any] = ()) -> None:
     """Publish the events of a command now: vLLM would wait for its next step."""
-    events = scheduler.kv_cache_manager.take_events()
+    events = [*(scheduler.kv_cache_manager.take_events() or ()), *more]
     if events:
         scheduler.kv_event_publisher.publish(KVEventBatch(ts=time.time(), events=events))

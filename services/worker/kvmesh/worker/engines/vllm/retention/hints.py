@@ -20,6 +20,7 @@ from kvmesh.worker.adapters.request_origin import RequestOrigin
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 MAX_BYTES = 65536
+DURATION_FORM = 'a duration is a whole number with a unit, such as "30s", "5m", "2h" or "1d"'
 
 
 class HintError(ValueError):
@@ -57,6 +58,15 @@ class RequestHint(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 _decoder = msgspec.json.Decoder(RequestHint)
 
 
+def plain_fault(error: msgspec.MsgspecError | ValueError) -> str:
+    """The fault of a body in words: its field, the reason, and the form of a duration."""
+    reason, _, path = str(error).partition(" - at `$")
+    field = path.strip("`.")
+    if field.rpartition(".")[2] == "ttl":
+        reason = DURATION_FORM
+    return f"`{field}`: {reason}" if field else reason
+
+
 def parse_hint(value: Any) -> RequestHint:
     """The hint in `vllm_xargs.kvmesh`, a JSON text; raises HintError."""
     if not isinstance(value, str):
@@ -67,7 +77,7 @@ def parse_hint(value: Any) -> RequestHint:
         hint = _decoder.decode(value)
         to_directives(hint.retention)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise HintError(str(error)) from error
+        raise HintError(plain_fault(error)) from error
     return hint
 
 

@@ -314,13 +314,19 @@ class PrefixCacheRetention:
 
     def clear(self, salt: int | None, tenant: str) -> int:
         """Drop unused blocks, pinned or not, of all or one namespace; return their number."""
+        return self._drop(self._blocks_of(salt, tenant), CLEARED)
+
+    def held(self, salt: int | None, tenant: str) -> int:
+        """The number of blocks of all or one namespace, in use or not."""
+        return sum(1 for _ in self._blocks_of(salt, tenant))
+
+    def _blocks_of(self, salt: int | None, tenant: str) -> Iterable[int]:
         namespace = None if salt is None else self._namespaces.get((salt, tenant), -1)
-        blocks = (
+        return (
             block
             for block, of in enumerate(self._namespace_of)
             if (namespace is None or of == namespace) and self._cache.holds(block)
         )
-        return self._drop(blocks, CLEARED)
 
     def _drop_tails(
         self, tails: Iterable[PromptTail[bytes]], reason: str, request: str | None = None

@@ -15,6 +15,7 @@ from kvmesh.worker.engines.vllm.transfer_config import PACKAGE
 CONNECTOR = "KvmeshRetentionConnector"
 MODULE = f"{PACKAGE}.retention.connector"
 OUTCOMES, STATE = "retention_outcomes", "retention_state"
+KEPT = "kept"  # of a clear: `ClearOutcome.kept`
 PROMPT, DECODE = "prompt", "decode"
 PREFILL_STEPS = "prefill_steps"
 
