@@ -70,6 +70,10 @@ class Recorder:
     def sequences(self) -> set[int]:
         return {self._names[name] for held in self.held.values() for name in held}
 
+    def sequences_below(self, tier: int) -> set[int]:
+        """The mesh's hashes of the blocks in a lower tier."""
+        return {self._names[name] for name in self.below.get(tier, ())}
+
     def tokens(self, name: str) -> list[int]:
         return [token for delta in self.deltas.get(name, []) for token in delta.tokens]
 
