@@ -22,7 +22,7 @@ from kvmesh.worker.engines.vllm.retention.settings import (
     QueryOutcomes,
     QueryState,
 )
-from kvmesh.worker.engines.vllm.transfer_config import connectors_of
+from kvmesh.worker.engines.vllm.transfer_config import connectors_of, transfer_config_of
 
 log = logging.getLogger(__name__)
 PATH = "/v1/kvmesh/retention"
@@ -85,10 +85,12 @@ class RetentionEndpoints:
         self._client = engine_client
         config = engine_client.vllm_config
         self._ranks = config.parallel_config.data_parallel_size
-        transfer = config.kv_transfer_config
-        given = _plain(transfer) if transfer is not None else None
-        used = {connector.get("kv_connector") for connector in connectors_of(given)}
-        self._missing = "" if CONNECTOR in used else f"--kv-transfer-config has no {CONNECTOR}"
+        used = [str(c.get("kv_connector")) for c in connectors_of(transfer_config_of(config))]
+        self._missing = (
+            ""
+            if CONNECTOR in used
+            else f"{CONNECTOR} does not run, vLLM's KV connectors are: {', '.join(used) or 'none'}"
+        )
         if self._missing:
             log.warning("retention has no effect: %s", self._missing)
 
@@ -151,13 +153,6 @@ class RetentionEndpoints:
         if errors:
             raise RefusedCommand(501, errors[0])
         return list(replies)
-
-
-def _plain(transfer: Any) -> dict[str, Any]:
-    return {
-        "kv_connector": transfer.kv_connector,
-        "kv_connector_extra_config": transfer.kv_connector_extra_config,
-    }
 
 
 def _is_valid(pin: Pin) -> bool:

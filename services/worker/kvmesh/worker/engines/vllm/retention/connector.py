@@ -26,6 +26,7 @@ from kvmesh.bus.messages import Clear, ExpectReturns, MessageDecoder, Pin, Relea
 from kvmesh.retention.awaited_prompts import on_clock
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.worker.adapters.request_origin import KEY, OriginError, request_origin
+from kvmesh.worker.engines.vllm.connectors.queries import count_no_queries
 from kvmesh.worker.engines.vllm.prometheus import UnexportedStats
 from kvmesh.worker.engines.vllm.retention.block_runs import RetainedRuns
 from kvmesh.worker.engines.vllm.retention.checkpoints import RetainedPrefixes, retained_prefixes
@@ -35,6 +36,7 @@ from kvmesh.worker.engines.vllm.retention.prefix_cache import PrefixCacheRetenti
 from kvmesh.worker.engines.vllm.retention.removal_causes import RemovalCauses
 from kvmesh.worker.engines.vllm.retention.requests import RetainedRequest
 from kvmesh.worker.engines.vllm.retention.settings import (
+    CONNECTOR,
     DECODE,
     OUTCOMES,
     PREFILL_STEPS,
@@ -106,6 +108,7 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         self._report_at = 0.0
         if role is KVConnectorRole.SCHEDULER:
             _install_command(self)
+            count_no_queries(CONNECTOR)
 
     # scheduler side
 
