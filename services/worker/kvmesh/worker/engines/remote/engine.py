@@ -102,7 +102,7 @@ class RemoteEngine(PrefetchingAdapter):
         self._retention: ServerRetention | None = None
         self._reports_cached = False
         self._tier_counts: TierCounts | None = None
-        self._served: list[int] | None = None
+        self._served_tokens: list[int] | None = None
         self._traffic = DirectTraffic()
         self._own = OwnRequests()
         self._counters = EngineCounters()
@@ -257,7 +257,7 @@ class RemoteEngine(PrefetchingAdapter):
         ]
 
     def tier_counts(self) -> TierCounts | None:
-        return lower_tiers(self._tier_counts, self._served, self._block_size)
+        return lower_tiers(self._tier_counts, self._served_tokens, self._block_size)
 
     def clear(self) -> None:
         self._tasks.start(self._clear(), "clear cache")
@@ -376,7 +376,7 @@ class RemoteEngine(PrefetchingAdapter):
         self._own.restart_most()
         gauges = self._gauges = await server.gauges(self._info.model)
         now = asyncio.get_running_loop().time()
-        self._served = gauges.served or self._served
+        self._served_tokens = gauges.served or self._served_tokens
         if self._tier_counts is not None:
             self._tier_counts = gauges.tiers or self._tier_counts
         steps, others = self._clock.update(gauges.steps), OtherRequests()
