@@ -10,6 +10,10 @@ from support.vllm import SIZE, VllmRun, sequence, work
 from support.vllm_offload import host_copies
 from support.wait import eventually
 
+from kvmesh.bus.messages import Retain
+from kvmesh.hashing import salt
+from kvmesh.worker.engine import Unsupported
+
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(400),
@@ -17,6 +21,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 HOST = 1
+HASHES_ALONE = (
+    'kv_transfer_config={"kv_connector": "OffloadingConnector", "kv_role": "kv_both",'
+    ' "kv_connector_extra_config": {"self_describing_kv_events": false}}'
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +33,18 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def run(copies: None, tiny_model: Path) -> AsyncIterator[VllmRun]:
-    """A vLLM of 16 blocks with a host tier that holds many more, and retention, the default."""
-    made = await VllmRun.start(tiny_model, "kv_offloading_size=0.05", "num_gpu_blocks_override=17")
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[True, False])
+async def run(
+    request: pytest.FixtureRequest, copies: None, tiny_model: Path
+) -> AsyncIterator[VllmRun]:
+    """A vLLM of 16 blocks with a host tier that holds many more, and retention, the default.
+
+    Once its events describe the blocks of the host tier, and once they have hashes alone.
+    """
+    arguments = ["kv_offloading_size=0.05", "num_gpu_blocks_override=17"]
+    if not request.param:
+        arguments.append(HASHES_ALONE)
+    made = await VllmRun.start(tiny_model, *arguments)
     yield made
     await made.engine.close()
 
@@ -49,3 +65,32 @@ async def test_the_host_tier_serves_evicted_blocks_and_the_index_knows_them(run:
     assert run.sink.tiers("again")[:2] == [0, 5 * SIZE]
     assert run.sink.tokens("again") == run.sink.tokens("first")
     assert run.engine.tier_counts().loaded[HOST] == 5
+
+
+async def test_a_tenant_s_host_blocks_are_the_tenant_s(run: VllmRun) -> None:
+    tokens, seed = prompt(4 * SIZE + 1, 1500), salt("tiny", "", "tenant", b"key")
+    tenant = {"salt": seed, "tenant": "tenant"}
+    await run.run_works(work("of a tenant", tokens, 1, **tenant))
+    await flood(run, 3000)
+    hashes = set(sequence(tokens, seed)[:4])
+    await eventually(lambda: hashes <= run.sink.sequences_below(HOST), what="the host's blocks")
+    assert not set(sequence(tokens)) & run.sink.sequences_below(HOST)
+    await run.run_works(work("again by the tenant", tokens, 1, **tenant))
+    await run.run_works(work("by another", tokens, 1))
+    assert run.sink.cached("again by the tenant") == 4 * SIZE
+    assert run.sink.cached("by another") == 0
+
+
+async def test_claims_hold_beside_the_host_tier(run: VllmRun) -> None:
+    tokens = prompt(4 * SIZE + 1, 2500)
+    kept = [Retain(0, None, 90, explicit=True)]
+    await run.run_works(work("kept", tokens, 1, retention=kept))
+    await flood(run, 3500)
+    await run.run_works(work("again kept", tokens, 1))
+    assert run.sink.tiers("again kept")[0] == 4 * SIZE
+
+
+async def test_the_worker_offers_no_handoff(run: VllmRun) -> None:
+    assert not run.info.supports_handoff
+    with pytest.raises(Unsupported, match="hands KV off"):
+        await run.engine.switch_role("prefill")

@@ -146,7 +146,8 @@ def faulty_loads(folder: Path) -> Iterator[None]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAULTS", str(folder))
-        patch.setenv("PYTHONPATH", str(folder))
+        given = os.environ.get("PYTHONPATH", "")
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), given]).strip(os.pathsep))
         patch.setattr(sys, "path", [str(folder), *sys.path])
         yield
 

@@ -17,7 +17,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm import __version__ as vllm_version
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMServerError
+from vllm.exceptions import VLLMClientError, VLLMError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -434,10 +434,10 @@ class VllmEngine(PrefetchingAdapter):
                 yield _output(output, below, stats.outcomes(work.request))
         except EngineDeadError as error:
             raise EngineError(f"vLLM has died: {_cause(error)}") from error
-        except (GracefulHTTPError, VLLMServerError) as error:
-            raise EngineUnavailable(_cause(error)) from error
         except (VLLMClientError, ValueError) as error:
             raise Rejected(str(error)) from error
+        except VLLMError as error:  # paused, busy, a failed load of KV, …
+            raise EngineUnavailable(_cause(error)) from error
         finally:
             stats.forget(work.request)
             await outputs.aclose()
