@@ -34,14 +34,16 @@ def errors() -> Iterator[BaseException]:
     for module in modules:
         for _, kind in inspect.getmembers(module, inspect.isclass):
             if issubclass(kind, exceptions.VLLMError):
-                for arguments in ((), ("why",), ("why", HTTPStatus.CONFLICT)):
-                    try:
-                        yield kind(*arguments)
-                    except TypeError:
-                        continue
-                    break
-                else:
-                    raise AssertionError(f"{kind} takes other arguments")
+                yield made(kind)
+
+
+def made(kind: type[Any]) -> Any:
+    for arguments in ((), ("why",), ("why", HTTPStatus.CONFLICT)):
+        try:
+            return kind(*arguments)
+        except TypeError:
+            continue
+    raise AssertionError(f"{kind} takes other arguments")
 
 
 async def outcome(error: BaseException) -> type[BaseException]:
@@ -54,11 +56,12 @@ async def outcome(error: BaseException) -> type[BaseException]:
 
     class Llm:
         async def generate(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+            for _ in ():
+                yield
             raise error
-            yield
 
     timeline, mode = StartTimeline(), SleepMode(1, "")
-    engine = VllmEngine({}, VllmAdapters([]), "tiny", 1.0, False, {}, timeline, mode)
+    engine = VllmEngine({}, VllmAdapters({}), "tiny", 1.0, False, {}, timeline, mode)
     engine._llm, engine._stats = Llm(), [RankStats()]
     with pytest.raises((EngineError, EngineUnavailable, Rejected)) as raised:
         async for _ in engine._generate(

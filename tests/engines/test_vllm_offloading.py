@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from support.engines import prompt
+from support.nats import NatsServer
 from support.vllm import SIZE, VllmRun, sequence, work
+from support.vllm_kvbm import kvbm_run
 from support.vllm_offload import host_copies
 from support.wait import eventually
 
 from kvmesh.bus.messages import Retain
 from kvmesh.hashing import salt
+from kvmesh.worker.capabilities import RoleSwitching, Tiered
 from kvmesh.worker.engine import Unsupported
 
 pytestmark = [
@@ -64,7 +67,10 @@ async def test_the_host_tier_serves_evicted_blocks_and_the_index_knows_them(run:
     await run.run_works(work("again", tokens, 1))
     assert run.sink.tiers("again")[:2] == [0, 5 * SIZE]
     assert run.sink.tokens("again") == run.sink.tokens("first")
-    assert run.engine.tier_counts().loaded[HOST] == 5
+    assert isinstance(run.engine, Tiered)
+    counts = run.engine.tier_counts()
+    assert counts is not None
+    assert counts.loaded[HOST] == 5
 
 
 async def test_a_tenant_s_host_blocks_are_the_tenant_s(run: VllmRun) -> None:
@@ -92,5 +98,24 @@ async def test_claims_hold_beside_the_host_tier(run: VllmRun) -> None:
 
 async def test_the_worker_offers_no_handoff(run: VllmRun) -> None:
     assert not run.info.supports_handoff
+    assert isinstance(run.engine, RoleSwitching)
     with pytest.raises(Unsupported, match="hands KV off"):
         await run.engine.switch_role("prefill")
+
+
+async def test_the_block_manager_works_beside_the_host_tier(
+    copies: None, nats_server: NatsServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    arguments = ["kv_offloading_size=0.05", "num_gpu_blocks_override=17"]
+    async with kvbm_run(nats_server, tmp_path, tiny_model, *arguments) as run:
+        assert isinstance(run.engine, Tiered)
+        tokens = prompt(5 * SIZE + 1, 1000)
+        first = await run.generate("first", tokens)
+        for number in range(4):
+            await run.generate(f"flood {number}", prompt(200, number))
+        assert await run.generate("again", tokens) == first
+        assert run.sink.tiers("again")[HOST] == 5 * SIZE  # once, of two that have them
+        counts = run.engine.tier_counts()
+        assert counts is not None
+        assert (counts.loaded[HOST], counts.corrupt) == (5, 0)
+        assert counts.written >= 5

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -14,7 +15,7 @@ from support.wait import eventually
 
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import RemoteSettings, WorkerSettings
-from kvmesh.worker.capabilities import Tiered
+from kvmesh.worker.capabilities import TierCounts, Tiered
 from kvmesh.worker.engine import EngineContext, create_engine
 
 pytestmark = [
@@ -63,13 +64,13 @@ async def test_the_switch_works_beside_the_plugin_s_flag(
     hashes = set(sequence(tokens)[:5])
     for number, prompted in enumerate([tokens, *(prompt(200, n) for n in range(4)), tokens]):
         engine.submit(work(str(number), prompted, 1))
-        await eventually(lambda n=str(number): sink.finish(n), what="the answer")
+        await eventually(partial(sink.finish, str(number)), what="the answer")
         await eventually(lambda: hashes <= sink.sequences_below(HOST), what="the host's blocks")
     assert sink.cached("5") == 5 * SIZE
     assert sink.tokens("5") == sink.tokens("0")
     assert isinstance(engine, Tiered)
-    await eventually(lambda: engine.tier_counts() is not None, what="the server's counts")
-    assert engine.tier_counts().loaded == [0, 5, 0, 0]
+    expected = TierCounts(loaded=[0, 5, 0, 0])
+    await eventually(lambda: engine.tier_counts() == expected, what="the server's counts")
     async with aiohttp.ClientSession() as http, http.get(f"{served.url}/metrics") as response:
         text = await response.text()
     assert 'source="host"' in text

@@ -87,8 +87,9 @@ def changes(old: Path, new: Path) -> Iterator[tuple[str, list[str]]]:
         before, after = _parts(old / module, names), _parts(new / module, names)
         for name in names:
             if before.get(name) != after.get(name):
-                lines = [(parts.get(name) or "(absent)").splitlines() for parts in (before, after)]
-                yield f"{module} {name}".strip(), list(unified_diff(*lines, lineterm="", n=1))[2:]
+                one = before.get(name, "(absent)").splitlines()
+                two = after.get(name, "(absent)").splitlines()
+                yield f"{module} {name}".strip(), list(unified_diff(one, two, lineterm="", n=1))[2:]
 
 
 def _parts(path: Path, names: list[str]) -> dict[str, str]:

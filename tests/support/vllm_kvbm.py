@@ -1,6 +1,7 @@
 """A real vLLM that shares its blocks, beside a kvbm process."""
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager

@@ -37,7 +37,7 @@ def cache(**extra: Any) -> dict[str, Any]:
 
 
 def is_nixl(connector: Mapping[str, Any]) -> bool:
-    return connector["kv_connector"] == "NixlConnector"
+    return bool(connector["kv_connector"] == "NixlConnector")
 
 
 @pytest.mark.parametrize(
