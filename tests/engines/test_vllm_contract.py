@@ -237,6 +237,11 @@ def test_connectors_that_vllm_has_replaced_are_named() -> None:
     )
     with pytest.raises(EngineConfigError, match=r"KvmeshRetentionConnector.*LMCacheConnectorV1"):
         check_connectors({"kv_connector": RETENTION}, config)
-    warnings = changed_arguments(config)
+    asked = {"scheduling_policy": "priority", "enable_prefix_caching": True}
+    warnings = changed_arguments(asked, config)
     assert sorted(warnings) == ["no_kv_events", "no_priority", "tenants_share_kv"]
     assert "LMCacheConnectorV1" in warnings["tenants_share_kv"]
+    config.cache_config.enable_prefix_caching = False
+    assert "no_prefix_cache" in changed_arguments(asked, config)
+    chosen = {"scheduling_policy": "fcfs", "kv_events_config": {}}
+    assert sorted(changed_arguments(chosen, config)) == ["tenants_share_kv"]

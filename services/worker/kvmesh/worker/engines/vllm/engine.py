@@ -333,7 +333,7 @@ class VllmEngine(PrefetchingAdapter):
             config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
             check_connectors(self._arguments.get("kv_transfer_config"), config)
             self._handing = handing_off(transfer_config_of(config), hands_off)
-            self._warnings |= changed_arguments(config)
+            self._warnings |= changed_arguments(self._arguments, config)
             if self._gate is not None:
                 park_ranks(config, engine_args.worker_cls, self._gate)
         imports_follow(self._timeline)

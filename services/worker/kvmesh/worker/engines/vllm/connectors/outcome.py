@@ -25,18 +25,18 @@ def check_connectors(given: dict[str, Any] | None, config: Any) -> None:
         )
 
 
-def changed_arguments(config: Any) -> dict[str, str]:
-    """A warning of each kind for what vLLM does not do although the worker asked for it."""
+def changed_arguments(arguments: dict[str, Any], config: Any) -> dict[str, str]:
+    """A warning of each kind for what vLLM does not do although its arguments ask for it."""
     found: dict[str, str] = {}
-    events = config.kv_events_config
-    if not config.cache_config.enable_prefix_caching:
+    events, policy = config.kv_events_config, config.scheduler_config.policy
+    if arguments.get("enable_prefix_caching") and not config.cache_config.enable_prefix_caching:
         found[NO_CACHE] = (
             "vLLM has turned prefix caching off for this model or platform: nothing is cached"
         )
-    elif events is None or not events.enable_kv_cache_events:
+    elif "kv_events_config" not in arguments and not (events and events.enable_kv_cache_events):
         found[NO_EVENTS] = "vLLM publishes no KV events: routers do not know what it has cached"
-    if config.scheduler_config.policy != "priority":
-        found[NO_PRIORITY] = f"vLLM schedules by {config.scheduler_config.policy}, not by priority"
+    if arguments.get("scheduling_policy", policy) != policy:
+        found[NO_PRIORITY] = f"vLLM schedules by {policy}, not by {arguments['scheduling_policy']}"
     blind = [
         str(connector["kv_connector"])
         for connector in connectors_of(transfer_config_of(config))
