@@ -1,4 +1,4 @@
-"""What kvmesh relies on in vLLM beyond parameters: errors, rewritten settings, abilities."""
+"""vLLM beyond the parameters of its methods: errors, rewritten settings, abilities of classes."""
 
 import asyncio
 import inspect
