@@ -61,8 +61,9 @@ def create(context: EngineContext) -> "VllmEngine":
         ours.append(retention_transfer_config(retention_options(worker)))
         if offloading.is_lazy(configured):
             raise EngineConfigError(LAZY)
-    for connector in ours:
-        _register(connector["kv_connector"], connector["kv_connector_module_path"])
+    for connector in (*configured, *ours):
+        if module := connector.get("kv_connector_module_path"):
+            _register(connector["kv_connector"], module)
     holds_memory = bool(configured) or vllm.kvbm
     if configured or ours:
         arguments["kv_transfer_config"] = combined_config(*configured, *ours)
