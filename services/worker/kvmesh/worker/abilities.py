@@ -53,7 +53,7 @@ DECLARED: dict[str, dict[str, str]] = {
     "vllm": {
         **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE), "`vllm.retention`, the default"),
         FORECASTS: "`vllm.retention` and `worker.eviction`, the defaults",
-        TIERS: "`vllm.kvbm`",
+        TIERS: "`vllm.kvbm` or vLLM's `kv_offloading_size`",
         **dict.fromkeys((HANDOFF, ROLES), "`worker.serves`"),
         ADAPTERS: "`worker.max_adapters`",
         **dict.fromkeys((PREFETCH, TAGS), ALWAYS),
@@ -62,7 +62,7 @@ DECLARED: dict[str, dict[str, str]] = {
     },
     "openai": {
         **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE, FORECASTS), PLUGIN),
-        TIERS: "`remote.kvbm`",
+        TIERS: "`remote.kvbm` or vLLM's `--kv-offloading-size`",
         PREFETCH: "vLLM's `--enable-prompt-tokens-details`",
         ADAPTERS: "vLLM's `VLLM_ALLOW_RUNTIME_LORA_UPDATING`",
         TAGS: ALWAYS,

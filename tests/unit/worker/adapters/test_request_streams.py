@@ -9,7 +9,12 @@ from support.engines import prompt, work
 from support.recorder import Recorder
 from support.wait import eventually
 
-from kvmesh.worker.adapters.request_streams import RequestStreams, StreamOutput
+from kvmesh.worker.adapters.request_streams import (
+    EngineUnavailable,
+    RequestStreams,
+    StreamOutput,
+)
+from kvmesh.worker.engine import Rejected
 
 
 async def answered(*outputs: StreamOutput) -> AsyncIterator[StreamOutput]:
@@ -103,4 +108,32 @@ async def test_the_batch_is_estimated_from_the_streams() -> None:
     assert (load.waiting, load.waiting_tokens, load.waiting_var) == (2, 10 + 20, 25.0)
     assert (load.prefill_tokens, load.prefill_steps) == (70, 9)
     assert streams.load("w", 0, 10, 0).waiting_tokens == 70, "the engine reports no queue"
+    await streams.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "finish"),
+    [
+        (EngineUnavailable("paused"), "abort"),
+        (Rejected("too long"), "error"),
+        (RuntimeError("of a newer engine"), "error"),
+        (KeyError("token_ids"), "error"),
+    ],
+)
+@pytest.mark.parametrize("tokens", [[], [7]])
+async def test_a_stream_that_fails_ends_its_request(
+    error: Exception, finish: str, tokens: list[int]
+) -> None:
+    async def failing() -> AsyncIterator[StreamOutput]:
+        if tokens:
+            yield StreamOutput(tokens)
+        raise error
+
+    sink = Recorder()
+    streams = RequestStreams(sink, 1, 16)
+    streams.start(work("r", prompt(64)), failing())
+    await streams.drain()
+    await eventually(lambda: sink.finish("r"), what="the end")
+    assert (sink.finish("r"), sink.tokens("r")) == (finish, tokens)
+    assert not sink.errors
     await streams.close()

@@ -206,6 +206,11 @@ class RequestStreams:
             self._finish(request, "error", error.reason, invalid=True)
         except EngineError as error:
             self.fail(error)
+        except (
+            Exception
+        ) as error:  # of the engine's own types: without an end the caller would wait
+            log.exception("the stream of request %s failed", request.work.request)
+            self._finish(request, "error", f"the engine failed: {error!r}")
 
     def _add_output(self, request: _StreamRequest, output: StreamOutput) -> None:
         if self._requests.get(request.work.request) is not request:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvmesh.worker.engines.remote.gauges import Gauges, Sample, gauges_of
+from kvmesh.worker.capabilities import TierCounts
+from kvmesh.worker.engines.remote.gauges import Gauges, Sample, gauges_of, lower_tiers
 
 
 def series(name: str, value: float, **labels: str) -> Sample:
@@ -39,3 +40,36 @@ def test_only_the_own_model_counts() -> None:
 
 def test_a_server_without_metrics_has_no_gauges() -> None:
     assert gauges_of([], "m") == Gauges()
+
+
+def test_cached_tokens_count_by_the_tier_of_their_source() -> None:
+    name = "vllm:prompt_tokens_cached_by_source_total"
+    counts = {"device": 640, "host": 320, "disk": 64, "p2p": 32, "external_unspecified": 32}
+    samples = [
+        series(name, value, source=source, model_name="m", engine=engine)
+        for source, value in counts.items()
+        for engine in "01"
+    ]
+    samples.append(series(name, 7, source="host", model_name="other"))
+    assert gauges_of(samples, "m").served == [1280, 640, 128, 128]
+    future = [series(name, 5, source="a tier of tomorrow")]
+    assert gauges_of(future, "m").served == [0, 0, 0, 5]
+
+
+@pytest.mark.parametrize(
+    ("kvbm", "served", "loaded"),
+    [
+        (None, None, None),
+        (None, [640, 0, 0, 0], None),
+        (None, [640, 320, 64, 32], [0, 10, 2, 1]),
+        ([0, 7, 0, 0], None, [0, 7, 0, 0]),
+        ([0, 7, 1, 0], [640, 320, 64, 256], [0, 17, 3, 0]),
+    ],
+)
+def test_lower_tiers_are_those_of_the_server_and_of_the_block_manager(
+    kvbm: list[int] | None, served: list[int] | None, loaded: list[int] | None
+) -> None:
+    counts = None if kvbm is None else TierCounts(loaded=kvbm, written=3)
+    found = lower_tiers(counts, served, 32)
+    assert (None if found is None else found.loaded) == loaded
+    assert found is None or found.written == (3 if kvbm else 0)

@@ -57,7 +57,7 @@ from kvmesh.worker.engines.remote.direct_traffic import (
     OtherRequests,
     OwnRequests,
 )
-from kvmesh.worker.engines.remote.gauges import Gauges
+from kvmesh.worker.engines.remote.gauges import Gauges, lower_tiers
 from kvmesh.worker.engines.remote.retention import ServerRetention
 from kvmesh.worker.engines.remote.server import InferenceServer, ServerInfo
 from kvmesh.worker.lora.folder import AdapterError
@@ -103,6 +103,7 @@ class RemoteEngine(PrefetchingAdapter):
         self._retention: ServerRetention | None = None
         self._reports_cached = False
         self._tier_counts: TierCounts | None = None
+        self._served_tokens: list[int] | None = None
         self._traffic = DirectTraffic()
         self._own = OwnRequests()
         self._counters = EngineCounters()
@@ -261,7 +262,7 @@ class RemoteEngine(PrefetchingAdapter):
         ]
 
     def tier_counts(self) -> TierCounts | None:
-        return self._tier_counts
+        return lower_tiers(self._tier_counts, self._served_tokens, self._block_size)
 
     async def close(self) -> None:
         await self._stop_streams()
@@ -373,6 +374,7 @@ class RemoteEngine(PrefetchingAdapter):
         self._own.restart_most()
         gauges = self._gauges = await server.gauges(self._info.model)
         now = asyncio.get_running_loop().time()
+        self._served_tokens = gauges.served or self._served_tokens
         if self._tier_counts is not None:
             self._tier_counts = gauges.tiers or self._tier_counts
         steps, others = self._clock.update(gauges.steps), OtherRequests()

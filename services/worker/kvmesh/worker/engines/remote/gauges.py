@@ -3,6 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
+from kvmesh.worker.adapters.cached_sources import SERIES, tokens_by_tier
 from kvmesh.worker.capabilities import TierCounts
 
 _VLLM = {
@@ -24,7 +27,8 @@ Sample = tuple[str, Mapping[str, str], float]
 class Gauges(NamedTuple):
     """Current metrics of the server, None if absent; `usage` is the share of blocks in use.
 
-    `tiers` are of kvmesh's connector to the block manager.
+    `tiers` are of kvmesh's connector to the block manager. `served` are the cached prompt tokens by
+    tier, since the server's start, as vLLM counts them by source.
     """
 
     running: int | None = None
@@ -32,6 +36,7 @@ class Gauges(NamedTuple):
     usage: float | None = None
     steps: float | None = None
     tiers: TierCounts | None = None
+    served: list[int] | None = None
 
 
 def gauges_of(samples: Iterable[Sample], model: str) -> Gauges:
@@ -48,7 +53,35 @@ def gauges_of(samples: Iterable[Sample], model: str) -> Gauges:
         None if waiting is None else int(waiting),
         sum(usages) / len(usages) if usages else None,
         totals.get("steps"),
+        served=_served(by_name.get(SERIES, []), model),
     )
+
+
+def lower_tiers(
+    kvbm: TierCounts | None, served: list[int] | None, block_size: int
+) -> TierCounts | None:
+    """The blocks moved by kvmesh's connector and loaded by those of the server; None without any.
+
+    vLLM does not know from which tier kvmesh's connector loads, and counts it in the last one.
+    """
+    loaded = [tokens // block_size for tokens in served or ()]
+    if not any(loaded[1:]):
+        return kvbm
+    if kvbm is None:
+        return TierCounts(loaded=[0, *loaded[1:]])
+    both = zip(kvbm.loaded, [0, *loaded[1:-1], 0], strict=True)
+    return replace(kvbm, loaded=[sum(blocks) for blocks in both])
+
+
+def _served(samples: list[Sample], model: str) -> list[int] | None:
+    of_model = [s for s in samples if s[1].get("model_name", model) == model] or samples
+    if not of_model:
+        return None
+    by_source: dict[str, float] = {}
+    for _, labels, value in of_model:
+        source = labels.get("source", "")
+        by_source[source] = by_source.get(source, 0) + value
+    return tokens_by_tier(by_source)
 
 
 def _ranks(samples: list[Sample], model: str) -> list[float]:

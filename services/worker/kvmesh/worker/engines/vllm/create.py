@@ -3,8 +3,10 @@
 import logging
 import os
 import socket
+from math import inf
 from typing import Any
 
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.platforms import current_platform
 
@@ -12,6 +14,7 @@ from kvmesh.worker.adapters.engine_args import engine_arguments
 from kvmesh.worker.engine import NO_RETENTION, EngineConfigError, EngineContext
 from kvmesh.worker.engines.retention_settings import retention_options
 from kvmesh.worker.engines.vllm.adapters import VllmAdapters
+from kvmesh.worker.engines.vllm.connectors import offloading
 from kvmesh.worker.engines.vllm.engine import VllmEngine
 from kvmesh.worker.engines.vllm.kvbm.settings import kvbm_transfer_config
 from kvmesh.worker.engines.vllm.lora_arguments import lora_arguments
@@ -20,7 +23,7 @@ from kvmesh.worker.engines.vllm.retention.internals import changed_internals, no
 from kvmesh.worker.engines.vllm.retention.settings import retention_transfer_config
 from kvmesh.worker.engines.vllm.sleep_mode import sleep_mode
 from kvmesh.worker.engines.vllm.tracing import tracing_arguments
-from kvmesh.worker.engines.vllm.transfer_config import combined_config
+from kvmesh.worker.engines.vllm.transfer_config import combined_config, connectors_of
 from kvmesh.worker.engines.vllm.weights.options import LOAD_FORMAT, loader_config
 from kvmesh.worker.lora.folder import AdapterError, configured_adapters
 
@@ -28,6 +31,7 @@ log = logging.getLogger(__name__)
 PLUGIN = "kvmesh"
 AOT = "VLLM_USE_AOT_COMPILE"
 CPU_BLOCK = 32  # tokens
+LAZY = f"{offloading.LAZY} follows vLLM's own order of eviction: not with vllm.retention"
 
 
 def create(context: EngineContext) -> "VllmEngine":
@@ -46,8 +50,8 @@ def create(context: EngineContext) -> "VllmEngine":
     served = worker.served_name or context.folder.name
     if worker.serves != "aggregated":
         arguments.setdefault("kv_transfer_config", _nixl_config())
-    configured = arguments.get("kv_transfer_config")
-    if configured is not None:
+    configured = _configured_connectors(arguments)
+    if configured:
         os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(_free_port()))
     ours = []
     if vllm.kvbm:
@@ -56,11 +60,14 @@ def create(context: EngineContext) -> "VllmEngine":
     engine_type = RetainingVllmEngine if vllm.retention and not changed else VllmEngine
     if engine_type.retains:
         ours.append(retention_transfer_config(retention_options(worker)))
-    for connector in ours:
-        _register(connector["kv_connector"], connector["kv_connector_module_path"])
-    holds_memory = configured is not None or vllm.kvbm
-    if ours:
-        arguments["kv_transfer_config"] = combined_config(configured, *ours)
+        if offloading.is_lazy(configured):
+            raise EngineConfigError(LAZY)
+    for connector in (*configured, *ours):
+        if module := connector.get("kv_connector_module_path"):
+            _register(connector["kv_connector"], module)
+    holds_memory = bool(configured) or vllm.kvbm
+    if configured or ours:
+        arguments["kv_transfer_config"] = combined_config(*configured, *ours)
     try:
         adapters = configured_adapters(vllm.adapters)
     except AdapterError as error:
@@ -94,6 +101,25 @@ def _cpu_block_size(size: int) -> int:
     if possible != size:
         log.warning("vLLM on a CPU has no blocks of %d tokens: they have %d", size, possible)
     return possible
+
+
+def _configured_connectors(arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    """The connectors that the arguments configure; takes vLLM's arguments for offloading away.
+
+    vLLM would put its offloading in the place of all other connectors.
+    """
+    configured = arguments.get("kv_transfer_config")
+    size = arguments.pop(offloading.SIZE, None)
+    backend = arguments.pop(offloading.BACKEND, offloading.BACKENDS[0])
+    if size is None:
+        return offloading.described(connectors_of(configured))
+    if type(size) not in (int, float) or not 0 < size < inf:
+        raise EngineConfigError(f"{offloading.SIZE} is a number of GiB, not {size!r}")
+    if backend not in offloading.BACKENDS:
+        known = ", ".join(offloading.BACKENDS)
+        raise EngineConfigError(f"{offloading.BACKEND} is one of {known}, not {backend!r}")
+    simple = bool(envs.VLLM_USE_SIMPLE_KV_OFFLOAD)
+    return offloading.described(offloading.with_offloading(configured, size, backend, simple))
 
 
 def _use_weights(arguments: dict[str, Any], context: EngineContext) -> None:

@@ -17,11 +17,11 @@ from typing import Any
 from vllm import SamplingParams
 from vllm import __version__ as vllm_version
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.exceptions import GracefulHTTPError, VLLMClientError
+from vllm.exceptions import VLLMClientError, VLLMError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvmesh.bus.messages import Capacity, Clear, Guided, Load, Prefetch, StartPhase, Work
 from kvmesh.worker.adapters.connector_stores import plain_config
@@ -50,17 +50,24 @@ from kvmesh.worker.engine import (
     Unsupported,
 )
 from kvmesh.worker.engines.vllm.adapters import VllmAdapters
+from kvmesh.worker.engines.vllm.connectors.known import hands_off
+from kvmesh.worker.engines.vllm.connectors.outcome import changed_arguments, check_connectors
 from kvmesh.worker.engines.vllm.constraints import Constraints
 from kvmesh.worker.engines.vllm.fork_servers.servers import ForkServers
 from kvmesh.worker.engines.vllm.parking.configuration import park_ranks
 from kvmesh.worker.engines.vllm.parking.gate import ParkingGate
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard, spawned
-from kvmesh.worker.engines.vllm.scheduler_stats import RankStats, StatsCollector
+from kvmesh.worker.engines.vllm.scheduler_stats import RankStats, StatsCollector, tier_counts
 from kvmesh.worker.engines.vllm.sleep_mode import SleepMode, died
 from kvmesh.worker.engines.vllm.start_phases.listener import imports_follow, start_phases_told
 from kvmesh.worker.engines.vllm.stopped_processes import any_stopped
 from kvmesh.worker.engines.vllm.tracing import ENDPOINT, trace_headers
-from kvmesh.worker.engines.vllm.transfer_config import has_handoff, serves_any_role
+from kvmesh.worker.engines.vllm.transfer_config import (
+    handing_off,
+    is_multi,
+    serves_any_role,
+    transfer_config_of,
+)
 from kvmesh.worker.scratch import ScratchFolder
 from kvmesh.worker.start.timeline import StartTimeline
 
@@ -119,7 +126,8 @@ class VllmEngine(PrefetchingAdapter):
         self._constraints: Constraints | None = None
         self._processes: list[int] = []
         self._salts = PromptSalts(served, 1)
-        self._supports_handoff = has_handoff(arguments.get("kv_transfer_config"))
+        self._handing: list[dict[str, Any]] = []  # the connectors that hand KV off
+        self._loads = is_multi(arguments.get("kv_transfer_config"))
         self._stats: list[RankStats] = []
         self._ledgers: list[CacheLedger] = []
         self._blocks = 0
@@ -259,8 +267,12 @@ class VllmEngine(PrefetchingAdapter):
 
     async def switch_role(self, serves: str) -> None:
         """Nothing to prepare: a request's `kv_transfer_params` say what becomes of its KV."""
-        if not serves_any_role(self._arguments.get("kv_transfer_config")):
-            raise Unsupported("the kv_role of vLLM's KV connector is not kv_both")
+        if not serves_any_role(self._handing):
+            raise Unsupported(
+                "the kv_role of vLLM's KV connector is not kv_both"
+                if self._handing
+                else "none of vLLM's KV connectors hands KV off to another engine"
+            )
 
     def compiled(self, guided: Guided) -> bool:
         return self._constraints is not None and guided in self._constraints
@@ -276,7 +288,9 @@ class VllmEngine(PrefetchingAdapter):
         return [self._rank_load(self._streams, instance, rank) for rank in range(len(self._stats))]
 
     def tier_counts(self) -> TierCounts | None:
-        return self._stats[0].tier_counts if self._stats and self._tiered else None
+        if not self._stats or not (self._tiered or self._loads):
+            return None
+        return tier_counts(self._stats, self._block_size)
 
     async def clear(self, command: Clear) -> ClearOutcome:
         return await clear_vllm(self._stores, command, self._reset)
@@ -323,6 +337,9 @@ class VllmEngine(PrefetchingAdapter):
             except (TypeError, ValueError) as error:
                 raise EngineConfigError(f"vLLM rejects its arguments: {error}") from error
             config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+            check_connectors(self._arguments.get("kv_transfer_config"), config)
+            self._handing = handing_off(transfer_config_of(config), hands_off)
+            self._warnings |= changed_arguments(self._arguments, config)
             if self._gate is not None:
                 park_ranks(config, engine_args.worker_cls, self._gate)
         imports_follow(self._timeline)
@@ -363,7 +380,7 @@ class VllmEngine(PrefetchingAdapter):
             context=config.model_config.max_model_len,
             block_size=config.cache_config.block_size,
             adapters=self._adapters.identities,
-            supports_handoff=self._supports_handoff,
+            supports_handoff=bool(self._handing),
             tiered=self._tiered,
             structural_tags=outputs.backend in TAGGING,
             exempts_thinking=bool(outputs.reasoning_parser) and not outputs.enable_in_reasoning,
@@ -395,7 +412,8 @@ class VllmEngine(PrefetchingAdapter):
     def _extra_args(self, work: Work) -> dict[str, Any] | None:
         """`extra_args` with the parameters of the KV handoff and of kvmesh's connectors, if any."""
         handoff = {"do_remote_decode": True} if work.prefill else work.handoff or {}
-        params = {**handoff, **(origin_params(work) if self._tiered or self.retains else {})}
+        wanted = self._tiered or self._loads or self.retains
+        params = {**handoff, **(origin_params(work) if wanted else {})}
         return {"kv_transfer_params": params} if params else None
 
     async def _generate(
@@ -418,14 +436,14 @@ class VllmEngine(PrefetchingAdapter):
         stats.begin()
         try:
             async for output in outputs:
-                onboarded = [blocks * self._block_size for blocks in stats.loaded(work.request)]
-                yield _output(output, onboarded, stats.outcomes(work.request))
+                below = stats.below(work.request, self._block_size)
+                yield _output(output, below, stats.outcomes(work.request))
         except EngineDeadError as error:
             raise EngineError(f"vLLM has died: {_cause(error)}") from error
-        except (GracefulHTTPError, EngineGenerateError) as error:
-            raise EngineUnavailable(_cause(error)) from error
         except (VLLMClientError, ValueError) as error:
             raise Rejected(str(error)) from error
+        except VLLMError as error:  # paused, busy, a failed load of KV, …
+            raise EngineUnavailable(_cause(error)) from error
         finally:
             stats.forget(work.request)
             await outputs.aclose()
@@ -475,7 +493,7 @@ class VllmEngine(PrefetchingAdapter):
             self._streams.fail(EngineError(f"vLLM {reason}"))
 
 
-def _output(output: Any, onboarded: list[int], retention: list[str] | None) -> StreamOutput:
+def _output(output: Any, below: list[int], retention: list[str] | None) -> StreamOutput:
     completion = output.outputs[0]
     reason = completion.finish_reason
     if reason in ("abort", "error"):
@@ -492,7 +510,7 @@ def _output(output: Any, onboarded: list[int], retention: list[str] | None) -> S
             {token: entry.logprob for token, entry in row.items()} for row in completion.logprobs
         ],
         params or None,
-        onboarded,
+        below,
         retention,
         of_output.get("decode"),
         admitted_at=getattr(output.metrics, "scheduled_ts", None) or None,

@@ -1,11 +1,15 @@
 """Latest statistics of vLLM's scheduler, for the worker's load reports."""
 
 import time
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from kvmesh.index import TIERS
 from kvmesh.runtime.lru import LruCache
+from kvmesh.worker.adapters.cached_sources import SERVED
 from kvmesh.worker.adapters.connector_series import CORRUPT, LOAD_RATIO, LOADED, SKIPPED, WRITTEN
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.enginecore.counters import EngineCounters
@@ -13,7 +17,6 @@ from kvmesh.worker.engines.vllm.kvbm.settings import CONNECTOR as KVBM_CONNECTOR
 from kvmesh.worker.engines.vllm.retention.settings import CONNECTOR as RETENTION_CONNECTOR
 from kvmesh.worker.engines.vllm.retention.settings import OUTCOMES, PREFILL_STEPS, STATE
 
-TIERS = 4
 MAX_LOADED_REQUESTS = 4096
 IDLE_S = 1.0
 
@@ -39,6 +42,8 @@ class RankStats:
         self._active_requests = 0
         self._loaded: LruCache[str, list[int]] = LruCache(MAX_LOADED_REQUESTS)
         self._loaded_blocks = [0] * TIERS
+        self._served: LruCache[str, list[int]] = LruCache(MAX_LOADED_REQUESTS)
+        self._served_tokens = [0] * TIERS
         self._connector: dict[str, Any] = {}
         self._outcomes: LruCache[str, list[str]] = LruCache(MAX_LOADED_REQUESTS)
         self.retention: dict[str, Any] = {}
@@ -62,9 +67,11 @@ class RankStats:
         if iteration is not None:
             self.preemptions += iteration.num_preempted_reqs
 
-    def loaded(self, request: str) -> list[int]:
-        """Blocks onboarded for a request by tier, from tier 1 on; known before its first token."""
-        return self._loaded.peek(request) or []
+    def below(self, request: str, block_size: int) -> list[int]:
+        """Tokens loaded for a request by tier, from tier 1 on; known before its first token."""
+        onboarded = [blocks * block_size for blocks in self._loaded.peek(request) or []]
+        served = self._served.peek(request) or []
+        return [sum(tokens) for tokens in zip_longest(onboarded, served, fillvalue=0)]
 
     def outcomes(self, request: str) -> list[str] | None:
         """Outcomes of a prompt's explicit directives; known before its first token."""
@@ -74,12 +81,14 @@ class RankStats:
         self._active_requests -= 1
         self._outcomes.pop(request)
         self._loaded.pop(request)
+        self._served.pop(request)
 
-    @property
-    def tier_counts(self) -> TierCounts:
+    def tier_counts(self, block_size: int) -> TierCounts:
+        """The blocks that this rank has moved between tiers so far."""
         totals = self._connector
+        rows = zip(self._loaded_blocks, self._served_tokens, strict=True)
         return TierCounts(
-            loaded=self._loaded_blocks,
+            loaded=[blocks + tokens // block_size for blocks, tokens in rows],
             written=totals.get(WRITTEN, 0),
             skipped=totals.get(SKIPPED, 0),
             corrupt=totals.get(CORRUPT, 0),
@@ -107,6 +116,21 @@ class RankStats:
             self._loaded.put(request, blocks)
             for tier, count in enumerate(blocks, 1):
                 self._loaded_blocks[tier] += count
+        for request, tokens in stats.get(SERVED, {}).items():
+            self._served.put(request, tokens)
+            for tier, count in enumerate(tokens, 1):
+                self._served_tokens[tier] += count
+
+
+def tier_counts(ranks: Sequence[RankStats], block_size: int) -> TierCounts:
+    """The blocks that all ranks have moved between tiers so far."""
+    counts = [rank.tier_counts(block_size) for rank in ranks]
+    return TierCounts(
+        loaded=[sum(tiers) for tiers in zip(*(c.loaded for c in counts), strict=True)],
+        written=sum(c.written for c in counts),
+        skipped=sum(c.skipped for c in counts),
+        corrupt=sum(c.corrupt for c in counts),
+    )
 
 
 class StatsCollector:

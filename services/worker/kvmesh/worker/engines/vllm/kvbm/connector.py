@@ -59,6 +59,10 @@ class KvmeshConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
                 SchedulerBridge(self._options, self._parts), self._parts
             )
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return False  # its copies have addresses of the KV memory, which sleep takes away
+
     @property
     def requires_kv_delivery(self) -> bool:
         return False  # a block that is not saved can be computed again

@@ -32,6 +32,8 @@ NEUTRAL_ARGUMENTS = {
     "enforce_eager",
     "gpu_memory_utilization",
     "kv_cache_memory_bytes",
+    "kv_offloading_backend",
+    "kv_offloading_size",
     "kv_transfer_config",
     "load_format",
     "long_prefill_token_threshold",

@@ -16,7 +16,6 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from kvmesh.bus.messages import Clear, ExpectReturns, MessageDecoder, Pin, Release, Unpin
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.retention.claims import MAX_LEVEL
-from kvmesh.worker.adapters.connector_stores import plain_config
 from kvmesh.worker.clearing import ClearOutcome, combined
 from kvmesh.worker.engines.vllm.retention.hints import Name, namespace, plain_fault
 from kvmesh.worker.engines.vllm.retention.settings import (
@@ -26,7 +25,7 @@ from kvmesh.worker.engines.vllm.retention.settings import (
     QueryOutcomes,
     QueryState,
 )
-from kvmesh.worker.engines.vllm.transfer_config import connectors_of
+from kvmesh.worker.engines.vllm.transfer_config import connectors_of, transfer_config_of
 
 log = logging.getLogger(__name__)
 PATH = "/v1/kvmesh/retention"
@@ -89,9 +88,13 @@ class RetentionEndpoints:
         self._client = engine_client
         config = engine_client.vllm_config
         self._ranks = config.parallel_config.data_parallel_size
-        given = connectors_of(plain_config(config.kv_transfer_config))
-        used = {connector.get("kv_connector") for connector in given}
-        self._missing = "" if CONNECTOR in used else f"--kv-transfer-config has no {CONNECTOR}"
+        given = connectors_of(transfer_config_of(config))
+        used = [str(connector.get("kv_connector")) for connector in given]
+        self._missing = (
+            ""
+            if CONNECTOR in used
+            else f"{CONNECTOR} does not run, vLLM's KV connectors are: {', '.join(used) or 'none'}"
+        )
         if self._missing:
             log.warning("retention has no effect: %s", self._missing)
 

@@ -14,7 +14,7 @@ CONNECTORS = {retention.CONNECTOR: retention.MODULE, kvbm.CONNECTOR: kvbm.MODULE
 
 
 def register() -> None:
-    """Let vLLM's options name kvmesh's connectors and load format; log as vLLM does.
+    """Let vLLM's options name kvmesh's connectors and load format, beside each other; log as vLLM.
 
     If a worker of kvmesh starts this vLLM, tell it the phases of the start.
     """
@@ -24,11 +24,13 @@ def register() -> None:
         observe_records()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    from kvmesh.worker.engines.vllm.connectors.vllm_config import extend_configuration
     from kvmesh.worker.engines.vllm.weights.loader import register_load_format
 
     for name, module in CONNECTORS.items():
         if name not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(name, module, name)
+    extend_configuration(set(CONNECTORS), retention.CONNECTOR)
     register_load_format()
     log = logging.getLogger("kvmesh")
     if not log.hasHandlers():  # not in a worker of kvmesh

@@ -28,6 +28,7 @@ from kvmesh.retention.budget import RetentionBudget
 from kvmesh.worker.adapters.connector_stores import clear_stores
 from kvmesh.worker.adapters.request_origin import KEY, OriginError, request_origin
 from kvmesh.worker.clearing import ENGINE, in_use, named_tiers
+from kvmesh.worker.engines.vllm.connectors.queries import count_no_queries
 from kvmesh.worker.engines.vllm.prometheus import UnexportedStats
 from kvmesh.worker.engines.vllm.retention.block_runs import RetainedRuns
 from kvmesh.worker.engines.vllm.retention.checkpoints import RetainedPrefixes, retained_prefixes
@@ -37,6 +38,7 @@ from kvmesh.worker.engines.vllm.retention.prefix_cache import PrefixCacheRetenti
 from kvmesh.worker.engines.vllm.retention.removal_causes import RemovalCauses
 from kvmesh.worker.engines.vllm.retention.requests import RetainedRequest
 from kvmesh.worker.engines.vllm.retention.settings import (
+    CONNECTOR,
     DECODE,
     KEPT,
     OUTCOMES,
@@ -109,6 +111,7 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         self._report_at = 0.0
         if role is KVConnectorRole.SCHEDULER:
             _install_command(self)
+            count_no_queries(CONNECTOR)
 
     # scheduler side
 

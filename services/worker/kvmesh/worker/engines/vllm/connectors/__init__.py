@@ -1,0 +1,1 @@
+"""KV connectors in vLLM that are not kvmesh's own, and their combination with those that are."""
