@@ -1,0 +1,169 @@
+"""Record the streams of SGLang: `python -m support.event_streams.record_sglang` in its environment.
+
+Each stream is a random life of a real cache of SGLang on the CPU (see `sglang_cache`): prompts with
+common beginnings are inserted, evicted, loaded back, and looked up. A seed decides everything.
+"""
+
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import sglang
+from support.event_streams.sglang_cache import Key, SmallCache
+from support.event_streams.stream import Answers, StreamWriter
+
+from kvmesh.bus.messages import Sampling, Work
+from kvmesh.hashing import salt
+from kvmesh.worker.adapters.kv_events.salts import PromptSalts
+
+MODEL = "m"
+PLAIN = Key(salt(MODEL))
+
+
+def tenant(name: str, number: int, size: int) -> Key:
+    """The key of a tenant's requests, as the worker makes it."""
+    work = Work(
+        request="r",
+        frontend="f",
+        tokens=b"",
+        sampling=Sampling(max_tokens=1),
+        salt=number,
+        tenant=name,
+    )
+    return Key(number, PromptSalts(MODEL, size).cache_salt(work))
+
+
+class Life:
+    """Prompts are branches of a few conversations, whose turns share their beginnings."""
+
+    def __init__(self, cache: SmallCache, random: Random, keys: list[Key], page: int) -> None:
+        self.cache, self.random, self.keys, self.page = cache, random, keys, page
+        self.asked = [key for key in keys if key.salt]
+        self.roots = [[100 * n + i % 7 for i in range(3 * page + n)] for n in range(1, 4)]
+
+    def prompt(self) -> list[int]:
+        random = self.random
+        tokens = list(random.choice(self.roots))
+        for _ in range(random.randrange(4)):
+            turn = random.randrange(3)
+            tokens += [1000 + turn] * random.randrange(1, 2 * self.page + 2)
+        return tokens
+
+    def live(self, operations: int, every: int = 5, asked: int = 6, resets: bool = True) -> None:
+        random, cache = self.random, self.cache
+        for number in range(operations):
+            chance, key = random.random(), random.choice(self.keys)
+            if chance < 0.6:
+                cache.insert(self.prompt(), key, priority=random.randrange(3))
+            elif chance < 0.75:
+                count = self.page * random.randrange(1, 9)
+                cache.evict(count, count if cache.has_windows else 0)
+            elif chance < 0.9 and cache.has_host:
+                cache.load_back(self.prompt(), key)
+            elif chance < 0.97 and cache.has_host:
+                cache.evict_host(self.page * random.randrange(1, 9))
+            elif chance > 0.995 and resets:
+                cache.reset()
+            if number % every == every - 1:
+                for _ in range(asked):
+                    cache.lookup(self.prompt(), random.choice(self.asked))
+
+
+def record(
+    mode: str,
+    *,
+    page: int = 4,
+    keys: tuple[Key, ...] = (PLAIN,),
+    tenants: bool = False,
+    answers: Answers = "exact",
+    operations: int = 120,
+    resets: bool = True,
+    prepare: Any = None,
+    seed: int = 1,
+    every: int = 5,
+    asked: int = 6,
+    **cache: Any,
+) -> None:
+    writer = StreamWriter(
+        engine="sglang",
+        version=sglang.__version__,
+        mode=mode,
+        how=f"the package's own cache, {cache}",
+        block_size=page,
+        model=MODEL,
+        counted=False,
+        tenants=tenants,
+        answers=answers,
+    )
+    small = SmallCache(writer, tokens=48 * page, page=page, **cache)
+    if prepare is not None:
+        prepare(small)
+    Life(small, Random(seed), list(keys), page).live(operations, every, asked, resets)
+    small.close()
+    path = writer.write()
+    print(f"{path.name}: {len(writer.stream.steps)} steps, {path.stat().st_size} bytes")
+
+
+def main() -> None:
+    size = 4
+    tenants = (PLAIN, tenant("acme", 0xA1, size), tenant("acme/dev", 0xB2, size))
+    strangers = (PLAIN, Key(0, "mine"), Key(0, "of-a-client-0123456789abcdef"))
+    record("plain")
+    record("plain-python-core", core="python")
+    record("plain-radix-cache", core="radix")
+    record("pages-of-one", page=1)
+    record("pages-of-64", page=64, operations=60)
+    record("tenants", keys=tenants, tenants=True)
+    record("own-salts", keys=strangers)
+    record("extra-keys", keys=(PLAIN, Key(0, None, "mine")))
+    record("mla", pool="mla")
+    record("data-parallel-rank", rank=1)
+    record("priorities", eviction_policy="priority")
+    record("draft", eagle=True, answers="draft")
+    record("draft-radix-cache", eagle=True, core="radix", answers="draft")
+    record("draft-pages-of-one", eagle=True, page=1, answers="draft")
+    record("draft-tenants", eagle=True, keys=tenants, tenants=True, answers="draft")
+    for number, (policy, keys) in enumerate(
+        [("write_through", (PLAIN,)), ("write_back", (PLAIN,)), ("write_through", tenants)]
+    ):
+        record(
+            f"hicache-{policy.replace('_', '-')}{'-tenants' if keys is tenants else ''}",
+            hicache=policy,
+            keys=keys,
+            tenants=keys is tenants,
+            operations=400,
+            every=1,
+            seed=number,
+        )
+    record("hicache-write-back-tenants", hicache="write_back", keys=tenants, tenants=True)
+    record("hicache-selective", hicache="write_through_selective")
+    record("hicache-draft", hicache="write_back", eagle=True, answers="draft")
+    record("hicache-mla", hicache="write_through", pool="mla")
+    record("windows-alone", core="windows", window=8)
+    record("hybrid-windows", page=1, pool="swa", window=4, answers="more")
+    record("hybrid-windows-hicache", page=1, pool="swa", window=4, hicache="write_through")
+    record("adapters", keys=_adapters(size), prepare=_name_adapters)
+    record(
+        "adapters-hicache",
+        keys=_adapters(size),
+        prepare=_name_adapters,
+        hicache="write_through",
+    )
+
+
+ADAPTERS = {"f" * 32: "lora-a", "e" * 32: "lora-b"}
+
+
+def _adapters(size: int) -> tuple[Key, ...]:
+    """Requests of adapters: SGLang names each load of one by an id in the request's extra key."""
+    named = tuple(Key(salt(MODEL, name), None, lora) for lora, name in ADAPTERS.items())
+    return (PLAIN, *named)
+
+
+def _name_adapters(cache: SmallCache) -> None:
+    for lora, name in ADAPTERS.items():
+        cache.names.register(SimpleNamespace(lora_id=lora, extra_key=lora), name)
+
+
+if __name__ == "__main__":
+    main()
