@@ -9,29 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import sglang
-from support.event_streams.sglang_cache import Key, SmallCache
+from support.event_streams.keys import MODEL, PLAIN, STRANGERS, TENANTS, Key
+from support.event_streams.sglang_cache import SmallCache
 from support.event_streams.stream import Answers, StreamWriter
 
-from kvmesh.bus.messages import Sampling, Work
 from kvmesh.hashing import salt
-from kvmesh.worker.adapters.kv_events.salts import PromptSalts
-
-MODEL = "m"
-PLAIN = Key(salt(MODEL))
-
-
-def tenant(name: str, number: int, size: int) -> Key:
-    """The key of a tenant's requests, as the worker makes it."""
-    work = Work(
-        request="r",
-        frontend="f",
-        tokens=b"",
-        sampling=Sampling(max_tokens=1),
-        salt=number,
-        tenant=name,
-    )
-    return Key(number, PromptSalts(MODEL, size).cache_salt(work))
-
 
 class Life:
     """Prompts are branches of a few conversations, whose turns share their beginnings."""
@@ -105,16 +87,13 @@ def record(
 
 
 def main() -> None:
-    size = 4
-    tenants = (PLAIN, tenant("acme", 0xA1, size), tenant("acme/dev", 0xB2, size))
-    strangers = (PLAIN, Key(0, "mine"), Key(0, "of-a-client-0123456789abcdef"))
     record("plain")
     record("plain-python-core", core="python")
     record("plain-radix-cache", core="radix")
     record("pages-of-one", page=1)
     record("pages-of-64", page=64, operations=60)
-    record("tenants", keys=tenants, tenants=True)
-    record("own-salts", keys=strangers)
+    record("tenants", keys=TENANTS, tenants=True)
+    record("own-salts", keys=STRANGERS)
     record("extra-keys", keys=(PLAIN, Key(0, None, "mine")))
     record("mla", pool="mla")
     record("data-parallel-rank", rank=1)
@@ -122,30 +101,30 @@ def main() -> None:
     record("draft", eagle=True, answers="draft")
     record("draft-radix-cache", eagle=True, core="radix", answers="draft")
     record("draft-pages-of-one", eagle=True, page=1, answers="draft")
-    record("draft-tenants", eagle=True, keys=tenants, tenants=True, answers="draft")
+    record("draft-tenants", eagle=True, keys=TENANTS, tenants=True, answers="draft")
     for number, (policy, keys) in enumerate(
-        [("write_through", (PLAIN,)), ("write_back", (PLAIN,)), ("write_through", tenants)]
+        [("write_through", (PLAIN,)), ("write_back", (PLAIN,)), ("write_through", TENANTS)]
     ):
         record(
-            f"hicache-{policy.replace('_', '-')}{'-tenants' if keys is tenants else ''}",
+            f"hicache-{policy.replace('_', '-')}{'-tenants' if keys is TENANTS else ''}",
             hicache=policy,
             keys=keys,
-            tenants=keys is tenants,
+            tenants=keys is TENANTS,
             operations=400,
             every=1,
             seed=number,
         )
-    record("hicache-write-back-tenants", hicache="write_back", keys=tenants, tenants=True)
+    record("hicache-write-back-tenants", hicache="write_back", keys=TENANTS, tenants=True)
     record("hicache-selective", hicache="write_through_selective")
     record("hicache-draft", hicache="write_back", eagle=True, answers="draft")
     record("hicache-mla", hicache="write_through", pool="mla")
     record("windows-alone", core="windows", window=8)
     record("hybrid-windows", page=1, pool="swa", window=4, answers="more")
     record("hybrid-windows-hicache", page=1, pool="swa", window=4, hicache="write_through")
-    record("adapters", keys=_adapters(size), prepare=_name_adapters)
+    record("adapters", keys=_adapters(), prepare=_name_adapters)
     record(
         "adapters-hicache",
-        keys=_adapters(size),
+        keys=_adapters(),
         prepare=_name_adapters,
         hicache="write_through",
     )
@@ -154,7 +133,7 @@ def main() -> None:
 ADAPTERS = {"f" * 32: "lora-a", "e" * 32: "lora-b"}
 
 
-def _adapters(size: int) -> tuple[Key, ...]:
+def _adapters() -> tuple[Key, ...]:
     """Requests of adapters: SGLang names each load of one by an id in the request's extra key."""
     named = tuple(Key(salt(MODEL, name), None, lora) for lora, name in ADAPTERS.items())
     return (PLAIN, *named)

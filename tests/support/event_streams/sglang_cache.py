@@ -2,9 +2,10 @@
 
 from array import array
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from support.event_streams.keys import Key
 from support.event_streams.stream import StreamWriter
 from support.sglang_cpu import prepare
 
@@ -32,14 +33,6 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: 
 from sglang.srt.runtime_context import get_context  # noqa: E402
 
 ENCODER = __import__("msgspec").msgpack.Encoder()
-
-
-class Key(NamedTuple):
-    """What a request names beside its tokens, and the mesh's salt of such a request."""
-
-    salt: int
-    cache_salt: str | None = None
-    extra_key: str | None = None
 
 
 class SmallCache:
