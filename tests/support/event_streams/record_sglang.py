@@ -11,7 +11,7 @@ from typing import Any
 import sglang
 from support.event_streams.keys import MODEL, PLAIN, STRANGERS, TENANTS, Key
 from support.event_streams.sglang_cache import SmallCache
-from support.event_streams.stream import Answers, StreamWriter
+from support.event_streams.stream import StreamWriter
 
 from kvmesh.hashing import salt
 
@@ -31,7 +31,7 @@ class Life:
             tokens += [1000 + turn] * random.randrange(1, 2 * self.page + 2)
         return tokens
 
-    def live(self, operations: int, every: int = 5, asked: int = 6, resets: bool = True) -> None:
+    def live(self, operations: int, every: int = 5, asked: int = 6) -> None:
         random, cache = self.random, self.cache
         for number in range(operations):
             chance, key = random.random(), random.choice(self.keys)
@@ -39,12 +39,15 @@ class Life:
                 cache.insert(self.prompt(), key, priority=random.randrange(3))
             elif chance < 0.75:
                 count = self.page * random.randrange(1, 9)
-                cache.evict(count, count if cache.has_windows else 0)
+                if cache.has_windows and random.random() < 0.5:
+                    cache.evict(0, windows=count)
+                else:
+                    cache.evict(count)
             elif chance < 0.9 and cache.has_host:
                 cache.load_back(self.prompt(), key)
             elif chance < 0.97 and cache.has_host:
                 cache.evict_host(self.page * random.randrange(1, 9))
-            elif chance > 0.995 and resets:
+            elif chance > 0.995:
                 cache.reset()
             if number % every == every - 1:
                 for _ in range(asked):
@@ -56,10 +59,8 @@ def record(
     *,
     page: int = 4,
     keys: tuple[Key, ...] = (PLAIN,),
-    tenants: bool = False,
-    answers: Answers = "exact",
     operations: int = 120,
-    resets: bool = True,
+    lives: int = 1,
     prepare: Any = None,
     seed: int = 1,
     every: int = 5,
@@ -74,14 +75,17 @@ def record(
         block_size=page,
         model=MODEL,
         counted=False,
-        tenants=tenants,
-        answers=answers,
+        tenants=keys is TENANTS,
     )
-    small = SmallCache(writer, tokens=48 * page, page=page, **cache)
-    if prepare is not None:
-        prepare(small)
-    Life(small, Random(seed), list(keys), page).live(operations, every, asked, resets)
-    small.close()
+    random = Random(seed)
+    for life in range(lives):
+        if life:
+            writer.restart()
+        small = SmallCache(writer, tokens=48 * page, page=page, **cache)
+        if prepare is not None:
+            prepare(small)
+        Life(small, random, list(keys), page).live(operations, every, asked)
+        small.close()
     path = writer.write()
     print(f"{path.name}: {len(writer.stream.steps)} steps, {path.stat().st_size} bytes")
 
@@ -92,16 +96,17 @@ def main() -> None:
     record("plain-radix-cache", core="radix")
     record("pages-of-one", page=1)
     record("pages-of-64", page=64, operations=60)
-    record("tenants", keys=TENANTS, tenants=True)
+    record("tenants", keys=TENANTS)
     record("own-salts", keys=STRANGERS)
     record("extra-keys", keys=(PLAIN, Key(0, None, "mine")))
+    record("restarts", lives=3, operations=50, keys=TENANTS)
     record("mla", pool="mla")
     record("data-parallel-rank", rank=1)
     record("priorities", eviction_policy="priority")
-    record("draft", eagle=True, answers="draft")
-    record("draft-radix-cache", eagle=True, core="radix", answers="draft")
-    record("draft-pages-of-one", eagle=True, page=1, answers="draft")
-    record("draft-tenants", eagle=True, keys=TENANTS, tenants=True, answers="draft")
+    record("draft", eagle=True)
+    record("draft-radix-cache", eagle=True, core="radix")
+    record("draft-pages-of-one", eagle=True, page=1)
+    record("draft-tenants", eagle=True, keys=TENANTS)
     for number, (policy, keys) in enumerate(
         [("write_through", (PLAIN,)), ("write_back", (PLAIN,)), ("write_through", TENANTS)]
     ):
@@ -109,17 +114,16 @@ def main() -> None:
             f"hicache-{policy.replace('_', '-')}{'-tenants' if keys is TENANTS else ''}",
             hicache=policy,
             keys=keys,
-            tenants=keys is TENANTS,
             operations=400,
             every=1,
             seed=number,
         )
-    record("hicache-write-back-tenants", hicache="write_back", keys=TENANTS, tenants=True)
+    record("hicache-write-back-tenants", hicache="write_back", keys=TENANTS)
     record("hicache-selective", hicache="write_through_selective")
-    record("hicache-draft", hicache="write_back", eagle=True, answers="draft")
+    record("hicache-draft", hicache="write_back", eagle=True)
     record("hicache-mla", hicache="write_through", pool="mla")
     record("windows-alone", core="windows", window=8)
-    record("hybrid-windows", page=1, pool="swa", window=4, answers="more")
+    record("hybrid-windows", page=1, pool="swa", window=4)
     record("hybrid-windows-hicache", page=1, pool="swa", window=4, hicache="write_through")
     record("adapters", keys=_adapters(), prepare=_name_adapters)
     record(

@@ -1,12 +1,14 @@
 """Record the streams of vLLM: `python -m support.event_streams.record_vllm` in its environment."""
 
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import vllm
 from support.event_streams.keys import MODEL, PLAIN, STRANGERS, TENANTS, Key
-from support.event_streams.stream import Answers, StreamWriter
+from support.event_streams.stream import StreamWriter
 from support.event_streams.vllm_cache import ONE_LAYER, SIZE, SmallScheduler
 from support.tiny import tiny_model
 from vllm.v1.kv_cache_interface import (
@@ -27,7 +29,6 @@ ADAPTERS = (
     Key(salt(MODEL, "lora-a"), adapter="lora-a"),
     Key(salt(MODEL, "lora-b"), adapter="lora-b"),
 )
-OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 HOST_BYTES = 60 * 2 * SIZE * 32 * 4  # sixty blocks
 
 
@@ -46,7 +47,9 @@ class Life:
             tokens += [1000 + random.randrange(3)] * random.randrange(1, 2 * SIZE + 2)
         return tokens
 
-    def live(self, rounds: int, asked: int, resets: bool, **fields: Any) -> None:
+    def live(
+        self, rounds: int, asked: int, resets: bool, images: bool = False, **fields: Any
+    ) -> None:
         random, cache = self.random, self.cache
         for _ in range(rounds):
             together = [
@@ -55,8 +58,13 @@ class Life:
                 )
                 for _ in range(random.randrange(1, 4))
             ]
+            if images:
+                tokens = self.prompt()
+                image = cache.image(random.choice("ab"))
+                together.append(cache.request(tokens, random.choice(self.keys), mm_features=image))
             cache.run(*together)
-            if resets and random.random() < 0.05:
+            cache.settle()
+            if resets and random.random() < 0.15:
                 cache.reset(connector=random.random() < 0.5)
             for _ in range(asked):
                 cache.lookup(self.prompt(), random.choice(self.asked))
@@ -73,11 +81,11 @@ class Recorder:
         mode: str,
         *groups: Any,
         keys: tuple[Key, ...] = (PLAIN,),
-        answers: Answers = "exact",
-        rounds: int = 60,
+            rounds: int = 60,
         asked: int = 6,
         seed: int = 1,
         resets: bool = True,
+        lives: int = 1,
         request: dict[str, Any] | None = None,
         **cache: Any,
     ) -> None:
@@ -90,11 +98,14 @@ class Recorder:
             model=MODEL,
             counted=True,
             tenants=keys is TENANTS,
-            answers=answers,
-        )
-        small = SmallScheduler(writer, self.model, list(groups) or [FULL], **cache)
-        Life(small, Random(seed), keys).live(rounds, asked, resets, **(request or {}))
-        small.close()
+            )
+        random = Random(seed)
+        for life in range(lives):
+            if life:
+                writer.restart()
+            small = SmallScheduler(writer, self.model, list(groups) or [FULL], **cache)
+            Life(small, random, keys).live(rounds, asked, resets, **(request or {}))
+            small.close()
         path = writer.write()
         print(f"{path.name}: {len(writer.stream.steps)} steps, {path.stat().st_size} bytes")
 
@@ -105,23 +116,51 @@ def main() -> None:
     record("tenants", keys=TENANTS)
     record("own-salts", keys=STRANGERS)
     record("adapters", keys=ADAPTERS)
+    record("restarts", lives=3, rounds=20, keys=TENANTS)
     record("mla", MLA)
     record("data-parallel-rank", rank=1)
-    record("windows-alone", WINDOW, answers="less")
-    record("chunks-alone", CHUNKS, answers="less")
-    record("hybrid", FULL, WINDOW, answers="more")
-    record("hybrid-windows-first", WINDOW, FULL, answers="more")
-    record("full-report", request={"report": "full"}, answers="more")
-    record("draft", draft=True, answers="draft")
+    record("windows-alone", WINDOW, blocks=24, resets=False)
+    record("chunks-alone", CHUNKS)
+    record("hybrid", FULL, WINDOW)
+    record("hybrid-windows-first", WINDOW, FULL)
+    record("full-report", resets=False, request={"report": "full"})
+    record("draft", draft=True)
+    record("images", request={"images": True})
+    record_offloading(record)
+
+
+def record_offloading(record: Callable[..., None]) -> None:
     for described in (False, True):
         extra = {"cpu_bytes_to_use": HOST_BYTES, "self_describing_kv_events": described}
         name = "offloading-described" if described else "offloading"
-        for keys in ((PLAIN,), TENANTS):
-            record(
-                name + ("-tenants" if keys is TENANTS else ""),
-                connector=OFFLOADING | {"kv_connector_extra_config": extra},
-                keys=keys,
-            )
+        record(name, connector=_offloading(extra), resets=False)
+        record(f"{name}-tenants", connector=_offloading(extra), resets=False, keys=TENANTS)
+        record(f"{name}-reset", connector=_offloading(extra))
+        chunks = _offloading(extra | {"block_size": 4 * SIZE})
+        record(f"{name}-chunks", connector=chunks, resets=False)
+    record_disk(record, "disk", resets=False)
+    record_disk(record, "disk-tenants", keys=TENANTS, resets=False)
+    record_disk(record, "disk-restarts", keys=TENANTS, lives=2)
+
+
+def record_disk(record: Callable[..., None], mode: str, **life: Any) -> None:
+    """Host memory of thirty blocks, and files."""
+    with tempfile.TemporaryDirectory() as files:
+        extra = {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": HOST_BYTES // 2,
+            "self_describing_kv_events": True,
+            "secondary_tiers": [{"type": "fs", "root_dir": files, "enable_kv_events": True}],
+        }
+        record(mode, connector=_offloading(extra), **life)
+
+
+def _offloading(extra: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
 
 
 if __name__ == "__main__":

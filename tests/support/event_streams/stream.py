@@ -3,18 +3,12 @@
 import gzip
 from array import array
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 FOLDER = Path(__file__).parents[2] / "data" / "events"
-
-# Exact: the index has the tokens that the engine finds. Draft: or one block more, since the engine
-# hashes a block with tokens after it. Less: or fewer, and counters of the adapter say so. More: or
-# more, which docs/engines.md names.
-Answers = Literal["exact", "draft", "less", "more"]
-
 
 class Message(Struct, tag=True, array_like=True):
     """One payload as published: the msgpack of `[time, [events], data-parallel rank]`."""
@@ -44,8 +38,6 @@ class Stream(Struct):
     """One life of a cache; `counted` and `tenants` are as the worker of this engine has them.
 
     `model` is the name of which the mesh makes its salts. `tenants`: prompts of tenants are served.
-    `dropped` names the reasons for which blocks must have been dropped at the end, and `waiting`
-    says that blocks wait for an event.
     """
 
     engine: str
@@ -56,9 +48,6 @@ class Stream(Struct):
     model: str
     counted: bool
     tenants: bool = False
-    answers: Answers = "exact"
-    dropped: list[str] = []
-    waiting: bool = False
     prompts: list[bytes] = []
     steps: list[Step] = []
 

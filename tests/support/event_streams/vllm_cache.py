@@ -1,5 +1,6 @@
 """vLLM's own scheduler, cache and connectors, driven without a model and without copies."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -32,6 +34,7 @@ EAGLE = SimpleNamespace(
     use_dflash=lambda: False,
     use_multi_module_mtp=lambda: False,
     use_gemma4_mtp=lambda: False,
+    max_num_new_slots_for_drafting=0,
     num_speculative_tokens=1,
     num_speculative_tokens_per_batch_size=None,
 )
@@ -82,6 +85,9 @@ class SmallScheduler:
             block_size=SIZE,
             log_stats=False,
         )
+        # the model has no encoder: let it have the images that requests name
+        self.scheduler.max_num_encoder_input_tokens = SIZE
+        self.scheduler.encoder_cache_manager = EncoderCacheManager(64 * SIZE)
         self.scheduler.kv_event_publisher = SimpleNamespace(
             publish=self._publish, shutdown=lambda: None
         )
@@ -118,14 +124,18 @@ class SmallScheduler:
         """Serve requests to their ends, together."""
         for request in requests:
             self.scheduler.add_request(request)
-        for _ in range(200):
-            if not self.scheduler.has_requests():
-                return
-            self.step()
-        raise RuntimeError("the requests do not end")
+        deadline = time.monotonic() + 30
+        while self.scheduler.has_requests():
+            if time.monotonic() > deadline:
+                raise RuntimeError("the requests do not end")
+            if not self.step():
+                time.sleep(0.001)  # files are read and written by other threads
 
-    def step(self) -> None:
-        """One step: each request that has computed all its tokens gets another one."""
+    def step(self) -> int:
+        """One step: each request that has computed all its tokens gets another one.
+
+        Returns the number of requests that computed.
+        """
         planned = self.scheduler.schedule()
         names = list(planned.num_scheduled_tokens)
         sampled = []
@@ -140,6 +150,7 @@ class SmallScheduler:
             kv_connector_output=self._transfers(planned),
         )
         self.scheduler.update_from_output(planned, output)
+        return len(names)
 
     def _transfers(self, planned: Any) -> KVConnectorOutput | None:
         """All copies that the connector has asked for are done at once."""
@@ -152,6 +163,22 @@ class SmallScheduler:
         loaded = {job.req_id for job in asked.load_jobs.values()}
         return KVConnectorOutput(finished_recving=loaded or None, kv_connector_worker_meta=done)
 
+    def image(self, name: str) -> list[MultiModalFeatureSpec]:
+        """An image whose placeholder is the prompt's second block."""
+        return [MultiModalFeatureSpec(None, "image", name, PlaceholderRange(SIZE, SIZE), name)]
+
+    def settle(self) -> None:
+        """Wait until files are written and read; publish what has happened."""
+        tiers = getattr(self._offloading, "secondary_tiers", ())
+        for tier in tiers:
+            tier.drain_jobs()
+        self.flush()
+        self.flush()
+
+    @property
+    def _offloading(self) -> Any:
+        return getattr(getattr(self.connector, "connector_scheduler", None), "manager", None)
+
     def lookup(self, tokens: list[int], key: Any) -> None:
         """The blocks that a request with this prompt and a further token would find."""
         request = self.request([*tokens, 9999], key)
@@ -160,13 +187,27 @@ class SmallScheduler:
         below = [0, 0]
         if self.connector is not None:
             self.connector.on_new_request(request)
-            count, _ = self.connector.get_num_new_matched_tokens(request, device)
-            if count:
-                sources = self.connector.get_external_cache_hit_sources(request, count)
-                host = sources.get(CacheHitSource.HOST, count)
-                below = [host, count - host]
+            below = self._below(request, device)
             self.connector.request_finished(request, [])
         self._writer.lookup(tokens, key.salt, device, *below)
+
+    def _below(self, request: Request, device: int) -> list[int]:
+        """What the connector would load: first from the host alone, then from files, too."""
+        secondary = list(getattr(self._offloading, "secondary_tiers", ()))
+        if not secondary:
+            return [self.connector.get_num_new_matched_tokens(request, device)[0] or 0, 0]
+        self._offloading.secondary_tiers[:] = []
+        host = self.connector.get_num_new_matched_tokens(request, device)[0] or 0
+        self._offloading.secondary_tiers[:] = secondary
+        names = secondary[0].file_mapper.get_file_name
+        state = self.connector.connector_scheduler._req_status[request.request_id]
+        keys = state.group_states[0].offload_keys
+        first = (device + host) // SIZE
+        files = next(
+            (n for n, k in enumerate(keys[first:]) if not Path(names(k)).exists()),
+            len(keys) - first,
+        )
+        return [host, SIZE * files]
 
     def reset(self, connector: bool) -> None:
         assert self.scheduler.reset_prefix_cache(reset_connector=connector)

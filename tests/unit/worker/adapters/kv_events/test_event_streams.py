@@ -1,10 +1,23 @@
-"""The index after recorded streams of the engines' own caches: what those caches found then."""
+"""The index after recorded streams of the engines' own caches: what those caches found then.
+
+`tests/data/events/README.md` says how the streams are made.
+"""
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
-from support.event_streams.stream import Lookup, Message, Restart, read_stream, stream_files
+from support.event_streams.stream import (
+    FOLDER,
+    Lookup,
+    Message,
+    Restart,
+    Stream,
+    read_stream,
+    stream_files,
+)
 
 from kvmesh.bus.messages import Cleared, KvEvent, Removed, Sampling, Work
 from kvmesh.hashing import block_hashes
@@ -13,12 +26,38 @@ from kvmesh.worker.adapters.kv_events.decoder import EventDecoder
 from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
 from kvmesh.worker.adapters.kv_events.salts import PromptSalts
 
+# How the index may differ from the engine in a mode, and by what name the adapter says so; None:
+# docs/engines.md alone does, as no event shows it. All other streams have no difference at all.
+DRAFT = {"one block more", "nearer"}
+MORE = {"one block more", "more"}
+LIMITS: dict[str, tuple[set[str], str | None]] = {
+    "sglang-draft": (DRAFT, "draft"),
+    "sglang-draft-pages-of-one": (DRAFT, "draft"),
+    "sglang-draft-radix-cache": (DRAFT, "draft"),
+    "sglang-draft-tenants": (DRAFT, "draft"),
+    "sglang-hicache-draft": (DRAFT, "draft"),
+    "sglang-extra-keys": (MORE | {"less"}, None),
+    "sglang-hybrid-windows": (MORE, None),
+    "sglang-hybrid-windows-hicache": ({"nearer"}, None),
+    "vllm-draft": (DRAFT, None),
+    "vllm-full-report": (MORE, None),
+    "vllm-hybrid": (MORE, "windows"),
+    "vllm-hybrid-windows-first": (MORE, "windows"),
+    "vllm-windows-alone": ({"less"}, "windows"),
+    "vllm-chunks-alone": ({"less"}, "windows"),
+    "vllm-offloading-chunks": (MORE, None),
+    "vllm-offloading-described-chunks": (MORE, None),
+    "vllm-offloading-reset": ({"less"}, "reset"),
+    "vllm-offloading-described-reset": ({"less"}, "reset"),
+    "vllm-disk-restarts": ({"less", "further"}, "reset"),
+}
+
 
 class Replay:
     """The adapter of one rank, and the index that its events make."""
 
-    def __init__(self, path: Path) -> None:
-        self.stream = stream = read_stream(path)
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
         salts = PromptSalts(stream.model, stream.block_size)
         if stream.tenants:
             salts.cache_salt(
@@ -47,25 +86,39 @@ class Replay:
                 found[self._compare(step)] += 1
         return found
 
-    def tokens(self, prompt: bytes, salt: int) -> list[int]:
-        """Leading tokens of a prompt by the tier in which the index has them."""
-        found = self.index.find(block_hashes(prompt, self.stream.block_size, salt)[1])
-        row = memoryview(found).cast("I").tolist()[1:] if found else [0] * TIERS
-        return [self.stream.block_size * blocks for blocks in row]
+    def last_lookups(self) -> list[list[int]]:
+        """What the index has now of the prompts that were looked up at the end."""
+        last = [step for step in self.stream.steps if isinstance(step, Lookup)][-20:]
+        return [self._tokens(step) for step in last]
 
     def rebuild(self) -> None:
         """Make the index anew, from a dump."""
         self.index = create_index()
         self._apply(self.ledger.dump())
 
+    def names(self) -> set[str]:
+        """What the adapter says of events that the index cannot have."""
+        counts = self.ledger.counts(0, 0, "")
+        waiting = {"unplaced"} if counts.unplaced else set[str]()
+        return {*counts.dropped, *self.decoder.limits, *waiting}
+
+    def _tokens(self, step: Lookup) -> list[int]:
+        """Leading tokens of a prompt by the tier in which the index has them."""
+        size = self.stream.block_size
+        found = self.index.find(block_hashes(self.stream.prompts[step.prompt], size, step.salt)[1])
+        row = memoryview(found).cast("I").tolist()[1:] if found else [0] * TIERS
+        return [size * blocks for blocks in row]
+
     def _compare(self, step: Lookup) -> str:
-        ours = self.tokens(self.stream.prompts[step.prompt], step.salt)
+        ours = self._tokens(step)
         if ours == step.tiers:
             return "equal"
         more = sum(ours) - sum(step.tiers)
-        if more == self.stream.block_size:
-            return "one block more"
-        return f"more" if more > 0 else "less" if more < 0 else "another tier"
+        if more < 0:
+            return "less"
+        if more:
+            return "more" if more > self.stream.block_size else "one block more"
+        return "nearer" if ours > step.tiers else "further"
 
     def _apply(self, events: list[KvEvent]) -> None:
         for event in events:
@@ -81,21 +134,43 @@ class Replay:
                 )
 
 
-ALLOWED = {
-    "exact": set(),
-    "draft": {"one block more"},
-    "less": {"less"},
-    "more": {"one block more", "more"},
-}
-
-
 @pytest.mark.parametrize("path", stream_files(), ids=lambda path: path.stem)
 def test_the_index_has_what_the_engine_finds(path: Path) -> None:
-    replay = Replay(path)
-    stream, found = replay.stream, replay.run()
+    replay = Replay(read_stream(path))
+    allowed, name = LIMITS.get(path.stem, (set[str](), None))
+    found = replay.run()
     assert found["equal"] >= 5
-    assert {*found} - {"equal"} == ALLOWED[stream.answers], found
-    counts = replay.ledger.counts(0, 0, "")
-    assert sorted(counts.dropped) == stream.dropped
-    assert bool(counts.unplaced) == stream.waiting
-    assert stream.answers != "less" or stream.dropped or stream.waiting
+    assert {*found} - {"equal"} <= allowed, found
+    assert bool({*found} - {"equal"}) == bool(allowed), found
+    names = replay.names()
+    assert name in names if name else not names, names
+    kept = replay.last_lookups()
+    replay.rebuild()
+    assert replay.last_lookups() == kept
+
+
+@pytest.mark.parametrize("name", ["sglang-adapters", "vllm-adapters", "vllm-tenants"])
+@pytest.mark.parametrize("form", ["maps", "arrays"])
+def test_fields_of_later_versions_change_nothing(name: str, form: str) -> None:
+    stream = read_stream(FOLDER / f"{name}.gz")
+    for step in stream.steps:
+        if isinstance(step, Message):
+            time, events, *rest = msgspec.msgpack.decode(step.payload)
+            later = [_later(event) if form == "maps" else _as_array(event) for event in events]
+            step.payload = msgspec.msgpack.encode([time, later, *rest, {"more": 1}])
+    assert {*Replay(stream).run()} == {"equal"}
+
+
+def _later(event: dict[str, Any]) -> dict[str, Any]:
+    return event | {"a_new_field": [1, {"x": None}], "another": "text"}
+
+
+def _as_array(event: dict[str, Any]) -> list[Any]:
+    """The form of earlier versions, with fields at its end that none has."""
+    fields = {
+        "BlockStored": "block_hashes parent_block_hash token_ids block_size lora_id medium"
+        " lora_name extra_keys group_idx kv_cache_spec_kind",
+        "BlockRemoved": "block_hashes medium group_idx",
+        "AllBlocksCleared": "",
+    }[event["type"]].split()
+    return [event["type"], *(event.get(field) for field in fields), *([{"more": 1}] * bool(fields))]
