@@ -11,6 +11,7 @@ from support.event_streams.keys import MODEL, PLAIN, STRANGERS, TENANTS, Key
 from support.event_streams.stream import StreamWriter
 from support.event_streams.vllm_cache import ONE_LAYER, SIZE, SmallScheduler
 from support.tiny import tiny_model
+from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -112,6 +113,11 @@ class Recorder:
 
 def main() -> None:
     record = Recorder(tiny_model()).record
+    if hasattr(VllmConfig, "num_hash_lookahead_tokens"):  # vLLM 0.33, for what differs there
+        record("draft-lookahead", draft=True)
+        record("draft-lookahead-tenants", draft=True, keys=TENANTS)
+        record("draft-lookahead-images", draft=True, request={"images": True})
+        return
     record("plain")
     record("tenants", keys=TENANTS)
     record("own-salts", keys=STRANGERS)

@@ -30,11 +30,14 @@ ENCODER = msgspec.msgpack.Encoder()
 EAGLE = SimpleNamespace(
     use_eagle=lambda: True,
     use_eagle_block_drop=lambda: True,
+    needs_eagle_block_drop=lambda: True,
     use_dspark=lambda: False,
     use_dflash=lambda: False,
     use_multi_module_mtp=lambda: False,
     use_gemma4_mtp=lambda: False,
     max_num_new_slots_for_drafting=0,
+    disable_eagle_block_drop=False,
+    disable_lookahead_block_hashes=False,
     num_speculative_tokens=1,
     num_speculative_tokens_per_batch_size=None,
 )
@@ -93,7 +96,9 @@ class SmallScheduler:
         )
         hash_function = get_hash_fn_by_name("sha256_cbor")
         init_none_hash(hash_function)
-        self._hasher = get_request_block_hasher(SIZE, hash_function)
+        # vLLM 0.33 hashes blocks with the draft's tokens after them
+        ahead = getattr(config, "num_hash_lookahead_tokens", 0)
+        self._hasher = get_request_block_hasher(SIZE, hash_function, *([ahead] * bool(ahead)))
 
     @property
     def connector(self) -> Any:
