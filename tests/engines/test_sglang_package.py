@@ -14,9 +14,9 @@ from support.recorder import Recorder
 from support.sglang_cpu import prepare
 from support.wait import eventually
 
+from kvmesh.bus.messages import Guided, Sampling, Work
 from kvmesh.demo import model_dir
 from kvmesh.hashing import block_hashes
-from kvmesh.bus.messages import Guided, Sampling, Work
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import WorkerSettings
 from kvmesh.worker.adapters.kv_events.feed import EventFeed
@@ -67,7 +67,9 @@ async def test_events_of_a_rank_arrive_from_its_publisher(
         rank_endpoint(endpoints["replay_endpoint"], rank),
     )
     # published before the subscription, so that it comes by replay
-    events = [stored(kv_events, m) for m in (kv_events.StorageMedium.GPU, kv_events.StorageMedium.CPU)]
+    events = [
+        stored(kv_events, m) for m in (kv_events.StorageMedium.GPU, kv_events.StorageMedium.CPU)
+    ]
     publisher.publish(kv_events.EventBatch(ts=0.0, events=events))
     feed.start()
     try:

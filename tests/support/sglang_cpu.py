@@ -5,7 +5,7 @@ import importlib.machinery
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 # imported by SGLang and Transformers for images; their builds need a GPU's torch
 ABSENT = ("torchvision",)
@@ -19,7 +19,7 @@ class _AnyAttribute(type):
 
 
 class _AbsentModule(ModuleType):
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import sglang
+
+from kvmesh.hashing import salt
 from support.event_streams.keys import MODEL, PLAIN, STRANGERS, TENANTS, Key
 from support.event_streams.sglang_cache import SmallCache
 from support.event_streams.stream import StreamWriter
 
-from kvmesh.hashing import salt
 
 class Life:
     """Prompts are branches of a few conversations, whose turns share their beginnings."""

@@ -7,10 +7,6 @@ from random import Random
 from typing import Any
 
 import vllm
-from support.event_streams.keys import MODEL, PLAIN, STRANGERS, TENANTS, Key
-from support.event_streams.stream import StreamWriter
-from support.event_streams.vllm_cache import ONE_LAYER, SIZE, SmallScheduler
-from support.tiny import tiny_model
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -20,6 +16,10 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvmesh.hashing import salt
+from support.event_streams.keys import MODEL, PLAIN, STRANGERS, TENANTS, Key
+from support.event_streams.stream import StreamWriter
+from support.event_streams.vllm_cache import ONE_LAYER, SIZE, SmallScheduler
+from support.tiny import tiny_model
 
 FULL = FullAttentionSpec(block_size=SIZE, **ONE_LAYER)
 WINDOW = SlidingWindowSpec(block_size=SIZE, sliding_window=2 * SIZE, **ONE_LAYER)
@@ -82,7 +82,7 @@ class Recorder:
         mode: str,
         *groups: Any,
         keys: tuple[Key, ...] = (PLAIN,),
-            rounds: int = 60,
+        rounds: int = 60,
         asked: int = 6,
         seed: int = 1,
         resets: bool = True,
@@ -99,7 +99,7 @@ class Recorder:
             model=MODEL,
             counted=True,
             tenants=keys is TENANTS,
-            )
+        )
         random = Random(seed)
         for life in range(lives):
             if life:

@@ -4,7 +4,9 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import torch
+
 from support.event_streams.keys import Key
 from support.event_streams.stream import StreamWriter
 from support.sglang_cpu import prepare
@@ -32,11 +34,11 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # n
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: E402
 from sglang.srt.runtime_context import get_context  # noqa: E402
 
-ENCODER = __import__("msgspec").msgpack.Encoder()
+ENCODER = msgspec.msgpack.Encoder()
 
 
 class SmallCache:
-    """`tokens` tokens of device memory; `hicache` is a write policy of HiCache, which adds a host."""
+    """A cache of `tokens` tokens; `hicache`, a write policy of HiCache, adds a host's memory."""
 
     def __init__(
         self,
@@ -97,9 +99,7 @@ class SmallCache:
         slots = self._slots(len(radix))
         if slots is None:
             return
-        params = InsertParams(
-            key=radix, value=slots, priority=priority, session_id=session or None
-        )
+        params = InsertParams(key=radix, value=slots, priority=priority, session_id=session or None)
         found = self.cache.insert(params)
         if isinstance(self.cache, RadixCache):  # the other frees duplicates itself
             self.allocator.free(slots[: found.prefix_len])
@@ -173,7 +173,7 @@ class SmallCache:
 
 
 def _allocator(pool: str, tokens: int, page: int, window: int) -> tuple[Any, Any]:
-    """The allocator over a pool of one layer with few bytes per token, and the tree's components."""
+    """The allocator over a pool of few bytes per token, and the components of the tree."""
     one = {"dtype": torch.float16, "device": "cpu", "enable_memory_saver": False}
     if pool == "swa":
         both = SWAKVPool(
@@ -192,9 +192,7 @@ def _allocator(pool: str, tokens: int, page: int, window: int) -> tuple[Any, Any
         )
         return allocator, (ComponentType.FULL, ComponentType.SWA)
     if pool == "mla":
-        kv = MLATokenToKVPool(
-            tokens, page, kv_lora_rank=8, qk_rope_head_dim=8, layer_num=1, **one
-        )
+        kv = MLATokenToKVPool(tokens, page, kv_lora_rank=8, qk_rope_head_dim=8, layer_num=1, **one)
     else:
         kv = MHATokenToKVPool(
             tokens, page, head_num=1, head_dim=8, layer_num=1, enable_alt_stream=False, **one

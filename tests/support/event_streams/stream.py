@@ -10,6 +10,7 @@ from msgspec import Struct
 
 FOLDER = Path(__file__).parents[2] / "data" / "events"
 
+
 class Message(Struct, tag=True, array_like=True):
     """One payload as published: the msgpack of `[time, [events], data-parallel rank]`."""
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import torch
-from support.event_streams.stream import StreamWriter
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
@@ -24,6 +23,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+
+from support.event_streams.stream import StreamWriter
 
 SIZE = 32
 ENCODER = msgspec.msgpack.Encoder()

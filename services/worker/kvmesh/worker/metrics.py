@@ -244,8 +244,9 @@ class EventCollector(Collector):
         )
         limits = GaugeMetricFamily(
             "kvmesh_worker_event_limits",
-            "1 for what the index cannot know of the engine: draft (blocks depend on the tokens after"
-            " them) or windows (the engine needs some of a prompt's blocks only, or other groups')",
+            "1 for what the index cannot know of the engine: draft (blocks depend on the tokens"
+            " after them) or windows (some of a prompt's blocks are enough, or other groups' are"
+            " needed)",
             labels=[*_RANK, "limit"],
         )
         for counts in ranks:

@@ -22,15 +22,19 @@ from support.event_streams.stream import (
 from kvmesh.bus.messages import Cleared, KvEvent, Removed, Sampling, Work
 from kvmesh.hashing import block_hashes
 from kvmesh.index import TIERS, create_index
+from kvmesh.worker.adapters.kv_events.cache_events import CacheEvent
 from kvmesh.worker.adapters.kv_events.decoder import EventDecoder
 from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
 from kvmesh.worker.adapters.kv_events.salts import PromptSalts
+from kvmesh.worker.engines.trtllm.events import EventReader
 
 # How the index may differ from the engine in a mode, and by what name the adapter says so; None:
 # docs/engines.md alone does, as no event shows it. All other streams have no difference at all.
 DRAFT = {"one block more", "nearer"}
 MORE = {"one block more", "more"}
 LIMITS: dict[str, tuple[set[str], str | None]] = {
+    "lmcache-in-process": (MORE, None),
+    "lmcache-multi-process": (MORE, None),
     "sglang-draft": (DRAFT, "draft"),
     "sglang-draft-pages-of-one": (DRAFT, "draft"),
     "sglang-draft-radix-cache": (DRAFT, "draft"),
@@ -74,6 +78,7 @@ class Replay:
                 )
             )
         self.decoder = EventDecoder()
+        self.reader = EventReader(stream.block_size)
         self.ledger = CacheLedger(stream.block_size, salts.root_salt, stream.counted)
         self.index = create_index()
 
@@ -82,12 +87,17 @@ class Replay:
         found: Counter[str] = Counter()
         for step in self.stream.steps:
             if isinstance(step, Message):
-                self._apply(self.ledger.apply(self.decoder.decode(step.payload)))
+                self._apply(self.ledger.apply(self._decoded(step.payload)))
             elif isinstance(step, Restart):
                 self._apply(self.ledger.clear())
             else:
                 found[self._compare(step)] += 1
         return found
+
+    def _decoded(self, payload: bytes) -> list[CacheEvent]:
+        if self.stream.engine == "tensorrt_llm":
+            return self.reader.read(msgspec.json.decode(payload))[1]
+        return self.decoder.decode(payload)
 
     def last_lookups(self) -> list[list[int]]:
         """What the index has now of the prompts that were looked up at the end."""
