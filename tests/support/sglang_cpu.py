@@ -5,7 +5,7 @@ import importlib.machinery
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 # imported by SGLang and Transformers for images; their builds need a GPU's torch
 ABSENT = ("torchvision",)
@@ -19,8 +19,6 @@ class _AnyAttribute(type):
 
 
 class _AbsentModule(ModuleType):
-    __path__: ClassVar[list[str]] = []
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -38,7 +36,9 @@ class _AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return _AbsentModule(spec.name)
+        module = _AbsentModule(spec.name)
+        module.__path__ = []
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         pass
