@@ -1,4 +1,4 @@
-"""What a request names beside its tokens, in an engine and in the mesh."""
+"""Keys of requests beside their tokens, in an engine and in the mesh."""
 
 from typing import NamedTuple
 

@@ -106,7 +106,7 @@ class SmallCache:
         self.step()
 
     def load_back(self, tokens: list[int], key: Key) -> None:
-        """Load what only the host has of a prompt."""
+        """Load the blocks of a prompt that only the host has."""
         found = self.cache.match_prefix(MatchPrefixParams(key=self._radix(tokens, key)))
         if found.host_hit_length:
             request = SimpleNamespace(

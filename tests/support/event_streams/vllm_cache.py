@@ -198,7 +198,7 @@ class SmallScheduler:
         self._writer.lookup(tokens, key.salt, device, *below)
 
     def _below(self, request: Request, device: int) -> list[int]:
-        """What the connector would load: first from the host alone, then from files, too."""
+        """Tokens that the connector would load: from the host alone, then from files."""
         secondary = list(getattr(self._offloading, "secondary_tiers", ()))
         if not secondary:
             return [self.connector.get_num_new_matched_tokens(request, device)[0] or 0, 0]

@@ -64,8 +64,8 @@ class LedgerCounts:
     `kept` counts blocks that reached the index, by tier, `dropped` those that could not, by reason
     (see `CacheLedger`), `unplaced` those that wait now for an event that says what precedes them.
     `malformed` counts messages that could not be decoded, with the last error. `odd_size` is the
-    last size of dropped blocks, `block_size` that of the model. `limits` names what the index cannot
-    know of this engine (see `EventDecoder`).
+    last size of dropped blocks, `block_size` that of the model. `limits` names what the index
+    cannot know of this engine (see `EventDecoder`).
     """
 
     rank: int

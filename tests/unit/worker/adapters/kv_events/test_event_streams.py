@@ -100,7 +100,7 @@ class Replay:
         return self.decoder.decode(payload)
 
     def last_lookups(self) -> list[list[int]]:
-        """What the index has now of the prompts that were looked up at the end."""
+        """Tokens in the index now of the prompts that were looked up at the end."""
         last = [step for step in self.stream.steps if isinstance(step, Lookup)][-20:]
         return [self._tokens(step) for step in last]
 
@@ -110,7 +110,7 @@ class Replay:
         self._apply(self.ledger.dump())
 
     def names(self) -> set[str]:
-        """What the adapter says of events that the index cannot have."""
+        """Names under which the adapter tells of events that the index cannot have."""
         counts = self.ledger.counts(0, 0, "")
         waiting = {"unplaced"} if counts.unplaced else set[str]()
         return {*counts.dropped, *self.decoder.limits, *waiting}
