@@ -4,6 +4,7 @@
 """
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,16 @@ from support.event_streams.stream import (
     read_stream,
     stream_files,
 )
+from support.recorder import Recorder
+from support.wait import eventually
+from support.zmq_publisher import ZmqPublisher
 
 from kvmesh.bus.messages import Cleared, KvEvent, Removed, Sampling, Work
 from kvmesh.hashing import block_hashes
 from kvmesh.index import TIERS, create_index
 from kvmesh.worker.adapters.kv_events.cache_events import CacheEvent
 from kvmesh.worker.adapters.kv_events.decoder import EventDecoder
+from kvmesh.worker.adapters.kv_events.feed import EventFeed
 from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
 from kvmesh.worker.adapters.kv_events.salts import PromptSalts
 from kvmesh.worker.engines.trtllm.events import EventReader
@@ -60,10 +65,11 @@ LIMITS: dict[str, tuple[set[str], str | None]] = {
 }
 
 
-class Replay:
+class Replay(Recorder):
     """The adapter of one rank, and the index that its events make."""
 
     def __init__(self, stream: Stream) -> None:
+        super().__init__()
         self.stream = stream
         salts = PromptSalts(stream.model, stream.block_size)
         if stream.tenants:
@@ -103,6 +109,13 @@ class Replay:
         """Tokens in the index now of the prompts that were looked up at the end."""
         last = [step for step in self.stream.steps if isinstance(step, Lookup)][-20:]
         return [self._tokens(step) for step in last]
+
+    def agrees(self, step: Lookup) -> bool:
+        return self._compare(step) == "equal"
+
+    def events(self, rank: int, events: list[KvEvent]) -> None:
+        """As the sink of a feed."""
+        self._apply(events)
 
     def rebuild(self) -> None:
         """Make the index anew, from a dump."""
@@ -160,6 +173,35 @@ def test_the_index_has_what_the_engine_finds(path: Path) -> None:
     kept = replay.last_lookups()
     replay.rebuild()
     assert replay.last_lookups() == kept
+
+
+@pytest.mark.parametrize("has_replay", [True, False])
+@pytest.mark.parametrize("name", ["sglang-restarts", "vllm-restarts"])
+async def test_restarts_are_noticed_by_the_subscriber(
+    tmp_path: Path, name: str, has_replay: bool
+) -> None:
+    replay = Replay(read_stream(FOLDER / f"{name}.gz"))
+    publisher = ZmqPublisher(tmp_path)
+    await publisher.start()
+    replay_endpoint = publisher.replay if has_replay else None
+    feed = EventFeed(0, replay.ledger, replay, publisher.endpoint, replay_endpoint)
+    feed.start()
+    try:
+        await publisher.subscribed()
+        for step in replay.stream.steps:
+            if isinstance(step, Message):
+                await publisher.send_raw(step.payload)
+            elif isinstance(step, Restart):
+                await publisher.close()
+                publisher = ZmqPublisher(tmp_path)
+                await publisher.start()
+                await publisher.subscribed()
+            else:
+                await eventually(partial(replay.agrees, step))
+    finally:
+        await feed.close()
+        await publisher.close()
+    assert not feed.counts.malformed
 
 
 @pytest.mark.parametrize("name", ["sglang-adapters", "vllm-adapters", "vllm-tenants"])
