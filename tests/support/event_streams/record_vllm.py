@@ -144,6 +144,9 @@ def record_offloading(record: Callable[..., None]) -> None:
         record(f"{name}-reset", connector=_offloading(extra))
         chunks = _offloading(extra | {"block_size": 4 * SIZE})
         record(f"{name}-chunks", connector=chunks, resets=False)
+        late = {"connector": _offloading(extra), "late": True, "blocks": 16, "resets": False}
+        record(f"{name}-late", **late)
+        record(f"{name}-late-tenants", keys=TENANTS, **late)
     record_disk(record, "disk", resets=False)
     record_disk(record, "disk-tenants", keys=TENANTS, resets=False)
     record_disk(record, "disk-restarts", keys=TENANTS, lives=2)

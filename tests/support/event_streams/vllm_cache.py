@@ -1,7 +1,9 @@
 """vLLM's own scheduler, cache and connectors, driven without a model and without copies."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,10 +59,13 @@ class SmallScheduler:
         blocks: int = 40,
         connector: dict[str, Any] | None = None,
         draft: bool = False,
+        late: bool = False,
         rank: int = 0,
         **arguments: Any,
     ) -> None:
         self._writer, self._rank, self._requests = writer, rank, 0
+        self._late = Random(1) if late else None  # copies to the host take a few steps
+        self._copying: set[int] = set()
         config = EngineArgs(
             model=str(model),
             skip_tokenizer_init=True,
@@ -159,12 +164,18 @@ class SmallScheduler:
         return len(names)
 
     def _transfers(self, planned: Any) -> KVConnectorOutput | None:
-        """All copies that the connector has asked for are done at once."""
+        """Copies from the host are done at once, those to it too unless they are `late`."""
         asked = planned.kv_connector_metadata
         if asked is None or not hasattr(asked, "store_jobs"):
             return None
         done = OffloadingWorkerMetadata()
-        for number in [*asked.load_jobs, *asked.store_jobs]:
+        self._copying.update(asked.store_jobs)
+        stored = sorted(self._copying)
+        if self._late is not None and self.scheduler.has_unfinished_requests():
+            due = asked.jobs_to_flush or set()
+            stored = [job for job in stored if job in due or self._late.random() < 0.2]
+        self._copying.difference_update(stored)
+        for number in [*asked.load_jobs, *stored]:
             done.mark_completed(number)
         loaded = {job.req_id for job in asked.load_jobs.values()}
         return KVConnectorOutput(finished_recving=loaded or None, kv_connector_worker_meta=done)
@@ -222,7 +233,9 @@ class SmallScheduler:
     def flush(self) -> None:
         """A step without requests, which publishes what has happened."""
         planned = self.scheduler.schedule()
-        self.scheduler.update_from_output(planned, EMPTY_MODEL_RUNNER_OUTPUT)
+        copied = self._transfers(planned)
+        output = replace(EMPTY_MODEL_RUNNER_OUTPUT, kv_connector_output=copied)
+        self.scheduler.update_from_output(planned, output)
 
     def close(self) -> None:
         self.scheduler.shutdown()

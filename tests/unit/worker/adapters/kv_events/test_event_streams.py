@@ -175,6 +175,24 @@ def test_the_index_has_what_the_engine_finds(path: Path) -> None:
     assert replay.last_lookups() == kept
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sglang-hicache-write-back-tenants",
+        "vllm-tenants",
+        "vllm-disk-tenants",
+        "vllm-offloading-tenants",
+        "vllm-offloading-described-late-tenants",
+    ],
+)
+def test_a_worker_that_joins_late_believes_nothing_that_is_wrong(name: str) -> None:
+    stream = read_stream(FOLDER / f"{name}.gz")
+    stream.steps = stream.steps[len(stream.steps) // 3 :]
+    found = Replay(stream).run()
+    assert {*found} <= {"equal", "less", "further"}
+    assert found["equal"]
+
+
 @pytest.mark.parametrize("has_replay", [True, False])
 @pytest.mark.parametrize("name", ["sglang-restarts", "vllm-restarts"])
 async def test_restarts_are_noticed_by_the_subscriber(
