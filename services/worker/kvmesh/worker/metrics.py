@@ -228,7 +228,8 @@ class EventCollector(Collector):
         dropped = CounterMetricFamily(
             "kvmesh_worker_event_dropped_blocks",
             "blocks of the engine's KV events that the index cannot have: of another block_size,"
-            " without as many tokens, or unknown_position (no event said what precedes them)",
+            " without as many tokens, of unknown_position (no event said what precedes them), below"
+            " an engine that was reset, or the oldest of those never_removed",
             labels=[*_RANK, "reason"],
         )
         malformed = CounterMetricFamily(
@@ -241,15 +242,24 @@ class EventCollector(Collector):
             "blocks that wait for a KV event which says what precedes them",
             labels=_RANK,
         )
+        limits = GaugeMetricFamily(
+            "kvmesh_worker_event_limits",
+            "1 for what the index cannot know of the engine: draft (blocks depend on the tokens"
+            " after them) or windows (some of a prompt's blocks are enough, or other groups' are"
+            " needed)",
+            labels=[*_RANK, "limit"],
+        )
         for counts in ranks:
             rank = [*self._labels, str(counts.rank)]
+            for limit in counts.limits:
+                limits.add_metric([*rank, limit], 1)
             for tier, blocks in enumerate(counts.kept):
                 kept.add_metric([*rank, str(tier)], blocks)
             for reason, blocks in sorted(counts.dropped.items()):
                 dropped.add_metric([*rank, reason], blocks)
             malformed.add_metric(rank, counts.malformed)
             unplaced.add_metric(rank, counts.unplaced)
-        yield from (kept, dropped, malformed, unplaced)
+        yield from (kept, dropped, malformed, unplaced, limits)
 
 
 class HandoffCollector(Collector):

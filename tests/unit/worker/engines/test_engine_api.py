@@ -1,5 +1,6 @@
 """The recorded interfaces of SGLang and TensorRT-LLM, and the adapters on recorded payloads."""
 
+import copy
 from array import array
 from pathlib import Path
 
@@ -80,11 +81,25 @@ def test_a_standin_refuses_what_is_not_recorded() -> None:
 
 def test_events_of_sglang_carry_salt_and_tier() -> None:
     batch = recorded("sglang").payloads["batch"]
-    stored, removed, cleared = EventDecoder().decode(msgspec.msgpack.encode(batch))
+    stored, removed, *cleared = EventDecoder().decode(msgspec.msgpack.encode(batch))
     tokens = array("I", range(8)).tobytes()
     assert stored == BlocksStored([2**64 - 2, 5], None, tokens, 4, 0, 0xAB)
     assert removed == BlocksRemoved([5], 1)
-    assert cleared == AllCleared()
+    assert cleared == [AllCleared(0), AllCleared(1)]
+
+
+@pytest.mark.parametrize("field", ["token_extra_id", "mm_keys"])
+def test_blocks_of_trtllm_with_an_image_are_in_no_prompt(field: str) -> None:
+    event = copy.deepcopy(recorded("tensorrt_llm").payloads["stored"])
+    (block,) = event["data"]["blocks"]
+    if field == "mm_keys":
+        block["mm_keys"] = [{"type": "mm_key", "hash": "ab", "start_offset": 1}]
+    else:
+        block["tokens"][2]["token_extra_id"] = 7
+    [stored] = EventReader(4).read(event)[1]
+    assert isinstance(stored, BlocksStored)
+    assert stored.extras
+    assert stored.extras[0]
 
 
 def test_differences_of_trtllm_move_blocks() -> None:

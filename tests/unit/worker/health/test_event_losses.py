@@ -26,6 +26,12 @@ def test_each_loss_is_named_with_what_explains_it() -> None:
     assert all(text.startswith("w rank 1: ") for text in found.values())
 
 
+def test_blocks_of_lower_tiers_that_the_index_gives_up_are_named() -> None:
+    found = EventLosses("w").check([counts(reset=3, never_removed=5)], 1.0)
+    assert "cleared its cache" in found["1 reset"]
+    assert "none removed" in found["1 never_removed"]
+
+
 def test_a_few_blocks_without_position_are_no_loss() -> None:
     assert EventLosses("w").check([counts(unknown_position=3)], 0.0) == {}
 

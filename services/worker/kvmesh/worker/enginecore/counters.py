@@ -64,7 +64,8 @@ class LedgerCounts:
     `kept` counts blocks that reached the index, by tier, `dropped` those that could not, by reason
     (see `CacheLedger`), `unplaced` those that wait now for an event that says what precedes them.
     `malformed` counts messages that could not be decoded, with the last error. `odd_size` is the
-    last size of dropped blocks, `block_size` that of the model.
+    last size of dropped blocks, `block_size` that of the model. `limits` names what the index
+    cannot know of this engine (see `EventDecoder`).
     """
 
     rank: int
@@ -75,3 +76,4 @@ class LedgerCounts:
     malformed: int = 0
     last_error: str = ""
     odd_size: int = 0
+    limits: list[str] = field(default_factory=list)

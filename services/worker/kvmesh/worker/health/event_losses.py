@@ -46,6 +46,18 @@ def _losses(counts: LedgerCounts) -> Iterator[tuple[str, int, str]]:
                 "no KV event of the engine says what precedes some of its blocks: the index does"
                 " not know them (does its offloading describe blocks?)",
             )
+        elif reason == "reset":
+            yield (
+                *(reason, count),
+                "the engine has cleared its cache, and its KV events do not say whether its host"
+                " memory, too: the index has forgotten the blocks there",
+            )
+        elif reason == "never_removed":
+            yield (
+                *(reason, count),
+                "KV events of the engine report blocks stored in a lower tier, and none removed:"
+                " the index keeps the newest",
+            )
         else:
             yield reason, count, "KV events of the engine lack tokens: the index lacks their blocks"
     if counts.malformed:

@@ -100,7 +100,8 @@ def test_fields_that_an_engine_leaves_out_have_defaults() -> None:
         BlocksStored([(1 << 64) - 5, 7], None, pack(list(range(8))), SIZE)
     ]
     assert decode(["BlockRemoved", [-5]]) == [BlocksRemoved([(1 << 64) - 5])]
-    assert decode(["AllBlocksCleared"], {"type": "AllBlocksCleared"}) == [AllCleared()] * 2
+    cleared = [AllCleared(0), AllCleared(1)]  # files outlive the engine's memory
+    assert decode(["AllBlocksCleared"], {"type": "AllBlocksCleared"}) == cleared * 2
     assert decode(["SomethingNew", 1, 2], {"type": "Other"}) == []
 
 
@@ -142,6 +143,23 @@ def test_blocks_of_pairs_have_the_first_token_of_each() -> None:
     assert event == stored(list(range(8)))
 
 
+@pytest.mark.parametrize(
+    ("fields", "limits"),
+    [
+        ({"token_ids": [[token, token + 1] for token in range(8)]}, {"draft"}),
+        ({"lookahead_token_ids": [[4], [8]]}, {"draft"}),
+        ({"group_idx": 0, "kv_cache_spec_kind": "sliding_window"}, {"windows"}),
+        ({"group_idx": 0, "kv_cache_spec_kind": "full_attention"}, set()),
+    ],
+)
+def test_modes_that_the_index_cannot_match_are_named(
+    fields: dict[str, Any], limits: set[str]
+) -> None:
+    decoder = EventDecoder()
+    decoder.decode(msgspec.msgpack.encode([1.0, [CACHE.stored(list(range(8))) | fields], 0]))
+    assert decoder.limits == limits
+
+
 @pytest.mark.parametrize("kind", ["sliding_window", "chunked_local_attention", "of_next_year"])
 def test_a_model_of_windows_alone_is_known_by_its_first_group(kind: str) -> None:
     decoder = EventDecoder()
@@ -163,8 +181,8 @@ def test_a_group_of_whole_prefixes_takes_over_from_one_of_windows() -> None:
     window = CACHE.stored(list(range(8)), group_idx=0, kv_cache_spec_kind="sliding_window")
     full = CACHE.stored(list(range(8)), group_idx=1, kv_cache_spec_kind="full_attention")
     named = window | {"token_ids": [], "block_size": 0, "kv_cache_spec_kind": None}
-    assert kinds_of(named) == []  # says nothing of its group
-    assert kinds_of(window) == [BlocksStored]
+    assert kinds_of(named) == []  # waits, since it says nothing of its group
+    assert kinds_of(window) == [BlocksStored, BlocksStored]
     assert kinds_of(window, full) == [AllCleared, BlocksStored]
     assert kinds_of(window) == []
 

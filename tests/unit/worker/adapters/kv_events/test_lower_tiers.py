@@ -3,18 +3,21 @@
 from array import array
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.bus.messages import Cleared, KvEvent, Removed, Sampling, Work
+from kvmesh.bus.messages import Cleared, KvEvent, Removed, Sampling, Stored, Work
 from kvmesh.hashing import block_hashes, salt
 from kvmesh.index import create_index
+from kvmesh.worker.adapters.kv_events import ledger
 from kvmesh.worker.adapters.kv_events.cache_events import (
     AllCleared,
     BlocksRemoved,
     BlocksStored,
     CacheEvent,
 )
+from kvmesh.worker.adapters.kv_events.decoder import CLEARED
 from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
 from kvmesh.worker.adapters.kv_events.salts import PromptSalts
 
@@ -203,6 +206,26 @@ def test_waiting_blocks_are_bounded() -> None:
     assert book.ledger.dropped["unknown_position"] == 9_000 - 8_192
     book.apply(AllCleared())
     assert unplaced(book) == 0
+
+
+def test_a_tier_without_removals_keeps_its_newest_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "UNREMOVED_BLOCKS", 2)
+    book = Book()
+    book.apply(*host(PROMPT, tier=2), *host(PROMPT))
+    assert book.tokens(PROMPT) == [0, 0, 0, 0]  # the oldest were the first of the prompt
+    assert +book.ledger.dropped == {"never_removed": 4}
+    book.apply(BlocksRemoved(names(PROMPT)[:1], 1), *host(PROMPT))
+    assert book.tokens(PROMPT) == [0, 16, 0, 0]
+    dumped = [event for event in book.ledger.dump() if isinstance(event, Stored)]
+    assert sum(len(event.engine) // 8 for event in dumped if event.tier == 2) == 2
+
+
+def test_a_reset_leaves_files_and_names_the_hosts_blocks_that_it_may_have_left() -> None:
+    book = Book()
+    book.apply(device(PROMPT), *host(PROMPT), *host(PROMPT, tier=2))
+    book.apply(*CLEARED)
+    assert book.tokens(PROMPT) == [0, 0, 16, 0]
+    assert +book.ledger.dropped == {"reset": 4}
 
 
 PROMPTS = [[first, *range(7 + 4 * first)] for first in range(5)]

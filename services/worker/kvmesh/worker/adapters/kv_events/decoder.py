@@ -5,14 +5,17 @@ A payload is the msgpack of `[time, [events], data-parallel rank]`. Events are m
 optional here: a request's cache salt is one of vLLM's `extra_keys` and SGLang's `cache_salt`.
 
 Of vLLM's fields, `session_id` is not read, since the index knows blocks and not sessions, nor is
-`ownership`, which names one of several offloading tiers, nor `lookahead_token_ids`: with a draft
-model vLLM hashes a block with tokens after it, so that a prompt which ends at a block, or differs
-right after it, has one block less in the engine than in the index.
+`ownership`, which names one of several offloading tiers. With a draft model an engine hashes a
+block with tokens after it, so that a prompt which ends at a block, or differs right after it, has
+one block less in the engine than in the index: SGLang publishes pairs of neighbouring tokens, vLLM
+`lookahead_token_ids`.
 
 An `AllBlocksCleared` with a `medium`, which kvmesh's connector publishes, is of that medium alone.
 """
 
 from array import array
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -31,6 +34,11 @@ from kvmesh.worker.adapters.kv_events.cache_events import (
 from kvmesh.worker.adapters.kv_events.salts import returned_salt
 
 REMOTE = 3  # the tier
+EARLY_EVENTS = 8_192
+# limits of what the index can know of an engine
+DRAFT = "draft"
+WINDOWS = "windows"
+CLEARED = (AllCleared(0), AllCleared(1))  # an engine's files outlive its memory
 _STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
 _FIELDS = {
     "BlockStored": (*_STORED, "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind"),
@@ -48,32 +56,49 @@ class EventDecoder:
 
     A hybrid model has a cache for each of several groups of layers: one stands for all. It is the
     first that caches whole prefixes, and where none does, the first of all: its blocks of the
-    latest window still tell which worker has a conversation.
+    latest window still tell which worker has a conversation. `limits` names the modes met in which
+    the index cannot have what the engine finds: DRAFT (see above), and WINDOWS, where the engine
+    looks at some of a prompt's blocks only, or at those of other groups, too.
     """
 
     def __init__(self) -> None:
         self._group: int | None = None
         self._is_whole = False  # the group caches whole prefixes
+        self._early = deque[_Raw](maxlen=EARLY_EVENTS)  # before the group is chosen
+        self.limits: set[str] = set()
 
     def decode(self, payload: bytes) -> list[CacheEvent]:
         """The events of one message, without unknown kinds; raises ValueError if malformed."""
         try:
-            raws = [_named(raw) for raw in _DECODER.decode(payload)[1]]
+            raws = [*self._early, *(_named(raw) for raw in _DECODER.decode(payload)[1])]
+            self._early.clear()
             found: list[CacheEvent] = []
             if not self._is_whole and self._choose_group(raws):
                 found.append(AllCleared())
             for raw in raws:
-                if raw.get("group_idx") in (None, self._group):
-                    kind = raw["type"]
-                    if kind == "BlockStored":
-                        found.append(_stored(raw))
-                    elif kind == "BlockRemoved":
-                        found.append(_removed(raw))
-                    elif kind == "AllBlocksCleared":
-                        found.append(AllCleared(_tier(raw) if raw.get("medium") else None))
+                group = raw.get("group_idx")
+                if group is None or group == self._group:
+                    found += self._event(raw)
+                elif self._group is None:
+                    self._early.append(raw)
+                else:
+                    self.limits.add(WINDOWS)
             return found
         except (msgspec.MsgspecError, LookupError, ArithmeticError, *_MALFORMED) as error:
             raise ValueError(f"malformed KV event: {error!r}") from error
+
+    def _event(self, raw: _Raw) -> Iterable[CacheEvent]:
+        kind = raw["type"]
+        if kind == "BlockStored":
+            if raw.get("lookahead_token_ids") or _has_pairs(raw["token_ids"]):
+                self.limits.add(DRAFT)
+            return (_stored(raw),)
+        if kind == "BlockRemoved":
+            return (_removed(raw),)
+        if kind == "AllBlocksCleared":
+            self._early.clear()
+            return (AllCleared(_tier(raw)),) if raw.get("medium") else CLEARED
+        return ()
 
     def _choose_group(self, raws: list[_Raw]) -> bool:
         """Choose among the groups of these events; True if another one has been in use."""
@@ -86,6 +111,7 @@ class EventDecoder:
                     break
                 if self._group is None:
                     self._group = group
+                    self.limits.add(WINDOWS)
         return before is not None and before != self._group
 
 
@@ -121,9 +147,13 @@ def _removed(event: _Raw) -> BlocksRemoved:
 
 def _tokens(ids: list[Any]) -> bytes:
     """Packed tokens; with a draft model SGLang's blocks are of pairs of neighbours."""
-    if ids and isinstance(ids[0], list):
+    if _has_pairs(ids):
         ids = [first for first, _ in ids]
     return array("I", ids).tobytes()
+
+
+def _has_pairs(ids: list[Any]) -> bool:
+    return bool(ids) and isinstance(ids[0], list)
 
 
 def _tier(event: _Raw) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import KvEvent
@@ -56,7 +57,8 @@ class EventFeed:
 
     @property
     def counts(self) -> LedgerCounts:
-        return self.ledger.counts(self.rank, self._malformed, self._last_error)
+        counts = self.ledger.counts(self.rank, self._malformed, self._last_error)
+        return replace(counts, limits=sorted(self._decoder.limits))
 
     def dump(self) -> None:
         """Send all blocks in the ledger to the sink."""

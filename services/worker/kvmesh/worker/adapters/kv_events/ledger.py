@@ -13,6 +13,7 @@ position under which its hash is or was known, or waits until an event says more
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import TypeAlias
 
 from msgspec.structs import replace
@@ -34,12 +35,15 @@ from kvmesh.worker.enginecore.counters import LedgerCounts
 
 RECENT_BLOCKS = 65_536  # of which the ledger remembers the position after the engine drops them
 WAITING_BLOCKS = 8_192
+UNREMOVED_BLOCKS = 65_536  # in a lower tier of which the engine has never reported a removal
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 
 # reasons for which blocks are not in the index
 SIZE = "block_size"  # not that of the model's blocks
 TOKENS = "tokens"  # the event has not as many as its blocks
 UNKNOWN = "unknown_position"  # no event has said what precedes the block
+RESET = "reset"  # the engine may have kept it below when it cleared its memory
+OLD = "never_removed"  # the oldest of a tier of which the engine reports no removals
 
 
 # A block's position: its parent (None: it begins a prompt), the sequence hash before it (or the
@@ -67,6 +71,7 @@ class CacheLedger:
         self._placeable: deque[BlocksStored] = deque()
         self._chunks: dict[tuple[int, int], list[int]] = {}  # blocks by the chunk's hash and tier
         self._sequence_hashes: set[int] = set()  # of blocks in the engine's own memory
+        self._removes = {0}  # tiers of which the engine reports removals
         self.kept = [0] * TIERS
         self.dropped: Counter[str] = Counter()
         self.odd_size = 0
@@ -123,7 +128,7 @@ class CacheLedger:
             events = self._store(event)
             while self._placeable:
                 events += self._store(self._placeable.popleft())
-            return events
+            return events + self._drop_oldest(event.tier) if event.tier else events
         if isinstance(event, BlocksRemoved):
             return self._remove(event)
         if isinstance(event, BlocksMoved):
@@ -264,6 +269,18 @@ class CacheLedger:
         self.kept[tier] += sum(map(len, runs))
         return [self._stored_event(tier, run) for run in runs if run]
 
+    def _drop_oldest(self, tier: int) -> list[KvEvent]:
+        """Bound a tier of which the engine reports stores alone, as some shared stores do."""
+        held = self._tiers[tier]
+        if tier in self._removes or len(held) <= UNREMOVED_BLOCKS:
+            return []
+        gone = list(islice(held, len(held) - UNREMOVED_BLOCKS))
+        for engine_hash in gone:
+            del held[engine_hash]
+        self.dropped[OLD] += len(gone)
+        self._forget(gone)
+        return [Removed(tier, array("Q", gone).tobytes())]
+
     def _stored_event(self, tier: int, run: list[int], local: bytes = b"") -> Stored:
         parent, previous, _, _ = self._blocks[run[0]]
         packed = local or array("Q", [self._blocks[h][2] for h in run]).tobytes()
@@ -315,6 +332,7 @@ class CacheLedger:
     def _remove(self, event: BlocksRemoved) -> list[KvEvent]:
         tiers = range(TIERS) if event.tier is None else (event.tier,)
         events: list[KvEvent] = []
+        self._removes.update(tiers)
         for tier in tiers:
             hashes = self._parts(tier, event.hashes) if self._chunks else event.hashes
             if gone := self._remove_copies(tier, hashes):
@@ -363,6 +381,8 @@ class CacheLedger:
             recent.popitem(last=False)
 
     def _clear(self, event: AllCleared) -> list[KvEvent]:
+        if event.tier == 1 and self._counted:
+            self.dropped[RESET] += len(self._tiers[1])
         for tier, held in enumerate(self._tiers):
             if event.tier in (None, tier):
                 gone = list(held)

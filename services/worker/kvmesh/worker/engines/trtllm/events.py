@@ -11,6 +11,9 @@ from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
+
+from kvmesh._native import xxh3
 from kvmesh.index import TIERS
 from kvmesh.worker.adapters.kv_events.cache_events import (
     BlocksMoved,
@@ -83,9 +86,20 @@ class EventReader:
             engine_hash = _hash(block["block_hash"])
             level = _tier(block.get("cache_level") or 0)
             salt = returned_salt(block.get("cache_salt") or "")
-            packed = tokens.tobytes()
-            yield BlocksStored([engine_hash], parent, packed, self._block_size, level, salt)
+            yield BlocksStored(
+                *([engine_hash], parent, tokens.tobytes(), self._block_size, level, salt),
+                extras=_extras(block),
+            )
             parent = engine_hash
+
+
+def _extras(block: Mapping[str, Any]) -> tuple[int, ...]:
+    """A number for what else the engine mixes into a block's hash: images, learned prompts."""
+    ids = [token.get("token_extra_id") or 0 for token in block["tokens"]]
+    images = block.get("mm_keys") or None
+    if images is None and not any(ids):
+        return ()
+    return (xxh3(msgspec.msgpack.encode([ids, images])) or 1,)
 
 
 def _hash(value: int | str) -> int:

@@ -1,0 +1,158 @@
+"""Compose streams of engines that do not run here: `python -m support.event_streams.made_by_hand`.
+
+LMCache 0.5.6 (`v1/cache_engine.py`, `integration/vllm/vllm_multi_process_adapter.py`) announces
+chunks of 256 tokens: in vLLM's process with the token after each and no removals, in its own
+process with removals. TensorRT-LLM's events have the form of `KVCacheEventSerializer`.
+"""
+
+import json
+from random import Random
+from typing import Any
+
+import msgspec
+
+from support.event_streams.keys import MODEL, PLAIN
+from support.event_streams.stream import StreamWriter
+
+SIZE, CHUNK = 16, 256
+ENCODER = msgspec.msgpack.Encoder()
+
+
+def prompts(random: Random, size: int) -> list[int]:
+    tokens = [random.randrange(3)] * (2 * size)
+    for _ in range(random.randrange(4)):
+        tokens += [10 + random.randrange(3)] * random.randrange(1, 2 * size)
+    return tokens
+
+
+def name(tokens: list[int]) -> int:
+    """A hash of all tokens up to a block's end, the same in every run."""
+    return int.from_bytes(msgspec.msgpack.encode(tokens)[-4:] + len(tokens).to_bytes(2, "big")) ^ (
+        sum((n + 1) * token for n, token in enumerate(tokens)) << 20
+    )
+
+
+def leading(tokens: list[int], size: int, held: dict[int, Any]) -> int:
+    """The tokens of the leading chunks that are held."""
+    count = 0
+    while (end := count + size) <= len(tokens) and name(tokens[:end]) in held:
+        count = end
+    return count
+
+
+def lmcache(in_process: bool) -> None:
+    writer = StreamWriter(
+        engine="lmcache",
+        version="0.5.6",
+        mode="in-process" if in_process else "multi-process",
+        how="composed by hand from the sources",
+        block_size=SIZE,
+        model=MODEL,
+        counted=True,
+    )
+    random, held = Random(1), dict[int, Any]()
+    for _ in range(40):
+        tokens, events = prompts(random, CHUNK), list[dict[str, Any]]()
+        for start in range(0, len(tokens) - CHUNK + 1, CHUNK):
+            end = start + CHUNK
+            if (chunk := name(tokens[:end])) not in held:
+                held[chunk] = True
+                events.append(
+                    {
+                        "type": "BlockStored",
+                        "block_hashes": [chunk],
+                        "parent_block_hash": name(tokens[:start]) if start else None,
+                        "token_ids": tokens[start : end + in_process],
+                        "block_size": CHUNK,
+                        "lora_id": None,
+                        "medium": "cpu" if in_process else "CPU",
+                        "lora_name": None,
+                    }
+                )
+        if held and not in_process and random.random() < 0.4:
+            gone = random.choice(sorted(held))
+            del held[gone]
+            events.append({"type": "BlockRemoved", "block_hashes": [gone], "medium": "CPU"})
+        writer.message(ENCODER.encode([1.0, events, 0]))
+        for _ in range(4):
+            asked = prompts(random, CHUNK)
+            writer.lookup(asked, PLAIN.salt, 0, leading(asked, CHUNK, held))
+    print(writer.write().name)
+
+
+class TensorRtCache:
+    """Blocks of device memory, and of the host's into which eviction moves them."""
+
+    def __init__(self, writer: StreamWriter) -> None:
+        self.writer, self.level, self.number = writer, dict[int, int](), 0
+
+    def store(self, tokens: list[int]) -> None:
+        first, blocks = leading(tokens, SIZE, self.level), list[dict[str, Any]]()
+        for start in range(first, len(tokens) - SIZE + 1, SIZE):
+            block = name(tokens[: start + SIZE])
+            self.level[block] = 0
+            blocks.append(
+                {
+                    "type": "stored_block",
+                    "block_hash": block,
+                    "tokens": [
+                        {"type": "unique_token", "token_id": token, "token_extra_id": 0}
+                        for token in tokens[start : start + SIZE]
+                    ],
+                    "cache_level": 0,
+                    "priority": 35,
+                }
+            )
+        if blocks:
+            parent = name(tokens[:first]) if first else None
+            self.publish({"type": "stored", "parent_hash": parent, "blocks": blocks})
+
+    def move(self, block: int, to: int) -> None:
+        """Move a block between levels; -1 removes it."""
+        before = self.level.pop(block)
+        if to < 0:
+            self.publish({"type": "removed", "block_hashes": [block]})
+            return
+        self.level[block] = to
+        change = {"type": "event_diff", "new_value": to, "old_value": before}
+        self.publish(
+            {"type": "updated", "block_hash": block, "cache_level": change, "priority": None}
+        )
+
+    def publish(self, data: dict[str, Any]) -> None:
+        event = {"event_id": self.number, "data": data, "window_size": 512}
+        self.number += 1
+        self.writer.message(json.dumps(event).encode())
+
+    def lookup(self, tokens: list[int]) -> None:
+        device = leading(tokens, SIZE, {b: 0 for b, level in self.level.items() if not level})
+        below = leading(tokens, SIZE, self.level) - device
+        self.writer.lookup(tokens, PLAIN.salt, device, below)
+
+
+def tensorrt_llm() -> None:
+    writer = StreamWriter(
+        engine="tensorrt_llm",
+        version="1.2",
+        mode="host",
+        how="composed by hand in the form of the sources",
+        block_size=SIZE,
+        model=MODEL,
+        counted=False,
+    )
+    random, cache = Random(1), TensorRtCache(writer)
+    cache.publish({"type": "created", "num_blocks_per_cache_level": [64, 32]})
+    for _ in range(60):
+        cache.store(prompts(random, SIZE))
+        for _ in range(random.randrange(3)):
+            block = random.choice(sorted(cache.level))
+            cache.move(block, 1 - cache.level[block] if random.random() < 0.6 else -1)
+        for _ in range(4):
+            cache.lookup(prompts(random, SIZE))
+    print(writer.write().name)
+
+
+if __name__ == "__main__":
+    lmcache(in_process=True)
+    lmcache(in_process=False)
+    tensorrt_llm()

@@ -1,0 +1,176 @@
+"""Record the streams of vLLM: `python -m support.event_streams.record_vllm` in its environment."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import vllm
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from kvmesh.hashing import salt
+from support.event_streams.keys import MODEL, PLAIN, STRANGERS, TENANTS, Key
+from support.event_streams.stream import StreamWriter
+from support.event_streams.vllm_cache import ONE_LAYER, SIZE, SmallScheduler
+from support.tiny import tiny_model
+
+FULL = FullAttentionSpec(block_size=SIZE, **ONE_LAYER)
+WINDOW = SlidingWindowSpec(block_size=SIZE, sliding_window=2 * SIZE, **ONE_LAYER)
+CHUNKS = ChunkedLocalAttentionSpec(block_size=SIZE, attention_chunk_size=4 * SIZE, **ONE_LAYER)
+MLA = MLAAttentionSpec(block_size=SIZE, **(ONE_LAYER | {"head_size": 64}))
+ADAPTERS = (
+    PLAIN,
+    Key(salt(MODEL, "lora-a"), adapter="lora-a"),
+    Key(salt(MODEL, "lora-b"), adapter="lora-b"),
+)
+HOST_BYTES = 60 * 2 * SIZE * 32 * 4  # sixty blocks
+
+
+class Life:
+    """Requests with common beginnings, one to three at a time; no prompt is looked up meanwhile."""
+
+    def __init__(self, cache: SmallScheduler, random: Random, keys: tuple[Key, ...]) -> None:
+        self.cache, self.random, self.keys = cache, random, keys
+        self.asked = [key for key in keys if key.salt]
+        self.roots = [[100 * n + i % 7 for i in range(3 * SIZE + n)] for n in range(1, 4)]
+
+    def prompt(self) -> list[int]:
+        random = self.random
+        tokens = list(random.choice(self.roots))
+        for _ in range(random.randrange(4)):
+            tokens += [1000 + random.randrange(3)] * random.randrange(1, 2 * SIZE + 2)
+        return tokens
+
+    def live(
+        self, rounds: int, asked: int, resets: bool, images: bool = False, **fields: Any
+    ) -> None:
+        random, cache = self.random, self.cache
+        for _ in range(rounds):
+            together = [
+                cache.request(
+                    self.prompt(), random.choice(self.keys), random.randrange(1, SIZE), **fields
+                )
+                for _ in range(random.randrange(1, 4))
+            ]
+            if images:
+                tokens = self.prompt()
+                image = cache.image(random.choice("ab"))
+                together.append(cache.request(tokens, random.choice(self.keys), mm_features=image))
+            cache.run(*together)
+            cache.settle()
+            if resets and random.random() < 0.15:
+                cache.reset(connector=random.random() < 0.5)
+            for _ in range(asked):
+                cache.lookup(self.prompt(), random.choice(self.asked))
+
+
+class Recorder:
+    """Records streams with one model's configuration."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = model
+
+    def record(
+        self,
+        mode: str,
+        *groups: Any,
+        keys: tuple[Key, ...] = (PLAIN,),
+        rounds: int = 60,
+        asked: int = 6,
+        seed: int = 1,
+        resets: bool = True,
+        lives: int = 1,
+        request: dict[str, Any] | None = None,
+        **cache: Any,
+    ) -> None:
+        writer = StreamWriter(
+            engine="vllm",
+            version=vllm.__version__,
+            mode=mode,
+            how=f"the package's own scheduler, {[type(group).__name__ for group in groups]}",
+            block_size=SIZE,
+            model=MODEL,
+            counted=True,
+            tenants=keys is TENANTS,
+        )
+        random = Random(seed)
+        for life in range(lives):
+            if life:
+                writer.restart()
+            small = SmallScheduler(writer, self.model, list(groups) or [FULL], **cache)
+            Life(small, random, keys).live(rounds, asked, resets, **(request or {}))
+            small.close()
+        path = writer.write()
+        print(f"{path.name}: {len(writer.stream.steps)} steps, {path.stat().st_size} bytes")
+
+
+def main() -> None:
+    record = Recorder(tiny_model()).record
+    if hasattr(VllmConfig, "num_hash_lookahead_tokens"):  # vLLM 0.33, for what differs there
+        record("draft-lookahead", draft=True)
+        record("draft-lookahead-tenants", draft=True, keys=TENANTS)
+        record("draft-lookahead-images", draft=True, request={"images": True})
+        return
+    record("plain")
+    record("tenants", keys=TENANTS)
+    record("own-salts", keys=STRANGERS)
+    record("adapters", keys=ADAPTERS)
+    record("restarts", lives=3, rounds=20, keys=TENANTS)
+    record("mla", MLA)
+    record("data-parallel-rank", rank=1)
+    record("windows-alone", WINDOW, blocks=24, resets=False)
+    record("chunks-alone", CHUNKS)
+    record("hybrid", FULL, WINDOW)
+    record("hybrid-windows-first", WINDOW, FULL)
+    record("full-report", resets=False, request={"report": "full"})
+    record("draft", draft=True)
+    record("images", request={"images": True})
+    record_offloading(record)
+
+
+def record_offloading(record: Callable[..., None]) -> None:
+    for described in (False, True):
+        extra = {"cpu_bytes_to_use": HOST_BYTES, "self_describing_kv_events": described}
+        name = "offloading-described" if described else "offloading"
+        record(name, connector=_offloading(extra), resets=False)
+        record(f"{name}-tenants", connector=_offloading(extra), resets=False, keys=TENANTS)
+        record(f"{name}-reset", connector=_offloading(extra))
+        chunks = _offloading(extra | {"block_size": 4 * SIZE})
+        record(f"{name}-chunks", connector=chunks, resets=False)
+        late = {"connector": _offloading(extra), "late": True, "blocks": 16, "resets": False}
+        record(f"{name}-late", **late)
+        record(f"{name}-late-tenants", keys=TENANTS, **late)
+    record_disk(record, "disk", resets=False)
+    record_disk(record, "disk-tenants", keys=TENANTS, resets=False)
+    record_disk(record, "disk-restarts", keys=TENANTS, lives=2)
+
+
+def record_disk(record: Callable[..., None], mode: str, **life: Any) -> None:
+    """Host memory of thirty blocks, and files."""
+    with tempfile.TemporaryDirectory() as files:
+        extra = {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": HOST_BYTES // 2,
+            "self_describing_kv_events": True,
+            "secondary_tiers": [{"type": "fs", "root_dir": files, "enable_kv_events": True}],
+        }
+        record(mode, connector=_offloading(extra), **life)
+
+
+def _offloading(extra: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+
+
+if __name__ == "__main__":
+    main()
