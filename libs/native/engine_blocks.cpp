@@ -1,7 +1,11 @@
 #include "engine_blocks.hpp"
 
+#include <unordered_map>
+
 namespace kvmesh {
 namespace {
+
+constexpr size_t FIRST_ROOM = 1024;
 
 // A run whose parent its reader does not know yet follows that one's sequence hash.
 template <typename IsPublished>
@@ -15,15 +19,19 @@ void attach(Run& run, IsPublished&& is_published) {
 
 Change EngineBlocks::store(uint32_t tier, const Names& names, std::optional<uint64_t> parent,
                            uint64_t previous, const Names& local) {
+  reserve(names.size());
+  Chain chain{names, parent, previous, local, Names(names.size())};
+  for (size_t i = 0; i < names.size(); ++i) {
+    chain.sequence[i] = BLOCK_HASH.pair(chain.before(i), local[i]);
+    index_.prefetch(names[i]);
+    if (tier == 0) sequences_.prefetch(chain.sequence[i]);
+  }
   Change made;
-  for (const uint64_t name : names) index_.prefetch(name);
-  if (tier == 0) made.moved = correct(names, parent, previous, local);
+  if (tier == 0) made.moved = correct(chain);
   for (size_t i = 0; i < names.size(); ++i) {
     const uint32_t at = obtain(names[i]);
-    move(blocks_[at], next(parent, previous, local[i]));
+    move(blocks_[at], chain, i);
     hold(tier, at, true, made.added);
-    parent = names[i];
-    previous = blocks_[at].position.sequence;
   }
   return made;
 }
@@ -37,8 +45,7 @@ std::vector<Run> EngineBlocks::hold(uint32_t tier, const Names& names, bool agai
 void EngineBlocks::hold(uint32_t tier, uint32_t at, bool again, std::vector<Run>& added) {
   Block& block = blocks_[at];
   if (block.copies[tier] == 0) {
-    if (block.recent) unlink(at);
-    add_copy(tier, block);
+    add_copy(tier, at);
     extend(added, block);
   } else if (again && counted_) {
     ++block.copies[tier];
@@ -47,19 +54,14 @@ void EngineBlocks::hold(uint32_t tier, uint32_t at, bool again, std::vector<Run>
 
 // Moves the held blocks to which a chain gives another sequence hash, and all that follow them.
 // Returns those, parents first; if there are any, recent blocks are forgotten.
-Moves EngineBlocks::correct(const Names& names, std::optional<uint64_t> parent, uint64_t previous,
-                            const Names& local) {
+Moves EngineBlocks::correct(const Chain& chain) {
   Moves made;
   std::vector<uint32_t> moved;
-  for (size_t i = 0; i < names.size(); ++i) {
-    const Position position = next(parent, previous, local[i]);
-    const uint32_t at = index_.find(names[i]);
-    if (at != 0 && !blocks_[at].recent && blocks_[at].position.sequence != position.sequence) {
-      move(blocks_[at], position);
-      moved.push_back(at);
-    }
-    parent = names[i];
-    previous = position.sequence;
+  for (size_t i = 0; i < chain.names.size(); ++i) {
+    const uint32_t at = index_.find(chain.names[i]);
+    if (at == 0 || blocks_[at].is_recent || blocks_[at].sequence() == chain.sequence[i]) continue;
+    move(blocks_[at], chain, i);
+    moved.push_back(at);
   }
   if (moved.empty()) return made;
   forget();
@@ -86,16 +88,16 @@ std::vector<uint32_t> EngineBlocks::move_following(std::vector<uint32_t> moved) 
   std::unordered_multimap<uint64_t, uint32_t> children;
   for (uint32_t at = 1; at < blocks_.size(); ++at) {
     const Block& block = blocks_[at];
-    if (block.is_held() && block.position.parent) children.emplace(*block.position.parent, at);
+    if (block.is_held() && !block.is_root) children.emplace(block.parent, at);
   }
   std::unordered_set<uint32_t> done(moved.begin(), moved.end());
   for (size_t i = 0; i < moved.size(); ++i) {
-    const uint64_t name = blocks_[moved[i]].name, sequence = blocks_[moved[i]].position.sequence;
+    const uint64_t name = blocks_[moved[i]].name, sequence = blocks_[moved[i]].sequence();
     const auto [first, last] = children.equal_range(name);
     for (auto child = first; child != last; ++child) {
       if (!done.insert(child->second).second) continue;
       Block& block = blocks_[child->second];
-      move(block, next(name, sequence, block.position.local));
+      move(block, name, sequence, block.local);
       moved.push_back(child->second);
     }
   }
@@ -122,7 +124,7 @@ void EngineBlocks::clear(uint32_t tier) {
 }
 
 void EngineBlocks::forget() {
-  while (recent_ != 0) drop(blocks_[0].after);
+  while (recent_ != 0) drop(blocks_[0].links.after);
 }
 
 std::array<std::vector<Run>, TIERS> EngineBlocks::dump() const {
@@ -138,40 +140,61 @@ std::array<std::vector<Run>, TIERS> EngineBlocks::dump() const {
   return found;
 }
 
+// Makes room for more blocks: doubling costs less time than the maps' own growth by a quarter.
+void EngineBlocks::reserve(size_t more) {
+  const size_t count = index_.size() + more;
+  if (count <= room_) return;
+  room_ = std::max(2 * count, FIRST_ROOM);
+  index_.reserve(room_);
+  sequences_.reserve(room_);
+}
+
 // The slot of a block, a new one if it is not known.
 uint32_t EngineBlocks::obtain(uint64_t name) {
-  if (const uint32_t at = index_.find(name)) return at;
-  uint32_t at = static_cast<uint32_t>(blocks_.size());
+  uint32_t at = index_.find(name);
+  if (at != 0) return at;
   if (free_.empty()) {
-    blocks_.emplace_back();
+    at = blocks_.add();
   } else {
     at = free_.back();
     free_.pop_back();
-    blocks_[at] = Block{};
   }
+  blocks_[at] = Block{};
   blocks_[at].name = name;
   index_.insert(name, at);
   return at;
 }
 
-void EngineBlocks::move(Block& block, const Position& position) {
-  if (block.copies[0] != 0 && block.position.sequence != position.sequence) {
-    sequences_.count(block.position.sequence, -1);
-    sequences_.count(position.sequence, 1);
-  }
-  block.position = position;
+void EngineBlocks::move(Block& block, const Chain& chain, size_t i) {
+  move(block, chain.parent_of(i), chain.before(i), chain.local[i]);
 }
 
-void EngineBlocks::add_copy(uint32_t tier, Block& block) {
+void EngineBlocks::move(Block& block, std::optional<uint64_t> parent, uint64_t previous,
+                        uint64_t local) {
+  const uint64_t before = block.sequence();
+  block.parent = parent.value_or(0);
+  block.is_root = !parent;
+  block.previous = previous;
+  block.local = local;
+  if (block.copies[0] != 0 && before != block.sequence()) {
+    sequences_.count(before, -1);
+    sequences_.count(block.sequence(), 1);
+  }
+}
+
+void EngineBlocks::add_copy(uint32_t tier, uint32_t at) {
+  Block& block = blocks_[at];
+  if (block.is_recent) unlink(at);
   if (!block.is_held()) block.age = ++age_;
   block.copies[tier] = 1;
   ++held_[tier];
   ++kept_[tier];
   if (tier != 0) return;
-  if (sequences_.find(block.position.sequence) == 0) {
-    sequences_.insert(block.position.sequence, 1);
+  const uint64_t sequence = block.sequence();
+  if (sequences_.find(sequence) == 0) {
+    sequences_.insert(sequence, 1);
   } else {
-    sequences_.count(block.position.sequence, 1);
+    sequences_.count(sequence, 1);
   }
 }
 
@@ -180,28 +203,27 @@ void EngineBlocks::remove_copies(uint32_t tier, uint32_t at) {
   Block& block = blocks_[at];
   block.copies[tier] = 0;
   --held_[tier];
-  if (tier == 0) sequences_.count(block.position.sequence, -1);
+  if (tier == 0) sequences_.count(block.sequence(), -1);
   if (block.is_held()) return;
   link(at);
-  if (recent_ > limit_) drop(blocks_[0].after);
+  if (recent_ > limit_) drop(blocks_[0].links.after);
 }
 
 // Adds a block to the recent ones, as the last.
 void EngineBlocks::link(uint32_t at) {
   Block& block = blocks_[at];
-  block.recent = true;
-  block.before = blocks_[0].before;
-  block.after = 0;
-  blocks_[block.before].after = at;
-  blocks_[0].before = at;
+  block.is_recent = true;
+  block.links = {blocks_[0].links.before, 0};
+  blocks_[block.links.before].links.after = at;
+  blocks_[0].links.before = at;
   ++recent_;
 }
 
 void EngineBlocks::unlink(uint32_t at) {
   Block& block = blocks_[at];
-  block.recent = false;
-  blocks_[block.before].after = block.after;
-  blocks_[block.after].before = block.before;
+  block.is_recent = false;
+  blocks_[block.links.before].links.after = block.links.after;
+  blocks_[block.links.after].links.before = block.links.before;
   --recent_;
 }
 
@@ -213,13 +235,14 @@ void EngineBlocks::drop(uint32_t at) {
 
 // Appends a block to the last run, or begins one with it.
 void EngineBlocks::extend(std::vector<Run>& runs, const Block& block) const {
-  const Position& position = block.position;
-  if (runs.empty() || !position.parent || *position.parent != runs.back().engine.back()) {
-    const bool attached = position.parent && !is_placed(*position.parent);
-    runs.push_back({attached ? std::nullopt : position.parent, position.previous, attached, {}, {}});
+  if (runs.empty() || block.is_root || block.parent != runs.back().engine.back()) {
+    Run& run = runs.emplace_back();
+    run.previous = block.previous;
+    run.attached = !block.is_root && !is_placed(block.parent);
+    if (!block.is_root && !run.attached) run.parent = block.parent;
   }
   runs.back().engine.push_back(block.name);
-  runs.back().local.push_back(position.local);
+  runs.back().local.push_back(block.local);
 }
 
 // The slots of a tier's blocks.

@@ -23,8 +23,12 @@ nb::object as_list(const std::vector<uint64_t>& values) {
 
 nb::bytes packed_tokens(nb::handle raw) {
   const View view(raw);
-  const std::vector<uint32_t> tokens = read_tokens(view.data(), view.size());
-  return nb::bytes(reinterpret_cast<const char*>(tokens.data()), 4 * tokens.size());
+  TokenColumn column(view.data(), view.size());
+  const auto size = static_cast<Py_ssize_t>(4 * column.count());
+  nb::object bytes = nb::steal(PyBytes_FromStringAndSize(nullptr, size));
+  if (!bytes.is_valid()) throw nb::python_error();
+  column.read(reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(bytes.ptr())));
+  return nb::borrow<nb::bytes>(bytes);
 }
 
 nb::object folded_hashes(nb::handle raw) {
@@ -73,8 +77,8 @@ nb::list as_tuples(const std::vector<Run>& runs) {
 }
 
 nb::object position(const EngineBlocks& blocks, uint64_t name) {
-  const Position* const found = blocks.position(name);
-  if (found == nullptr) return nb::none();
+  const std::optional<Position> found = blocks.position(name);
+  if (!found) return nb::none();
   return nb::make_tuple(found->previous, found->sequence);
 }
 
@@ -100,8 +104,8 @@ nb::object store(EngineBlocks& blocks, uint64_t tier, nb::list list, std::option
   const Names names = names_of(list);
   if (names.empty()) throw nb::value_error("there are no blocks");
   if (parent) {
-    const Position* const before = blocks.position(*parent);
-    if (before == nullptr) return nb::none();
+    const std::optional<Position> before = blocks.position(*parent);
+    if (!before) return nb::none();
     salt = before->sequence;
   }
   const Change made =

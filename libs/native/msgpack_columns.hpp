@@ -116,18 +116,27 @@ class MsgpackReader {
 };
 
 // Token ids, or the first of each pair of neighbours.
-inline std::vector<uint32_t> read_tokens(const uint8_t* data, size_t size) {
-  MsgpackReader reader(data, size);
-  std::vector<uint32_t> tokens(reader.array());
-  const bool pairs = !tokens.empty() && reader.is_array();
-  for (uint32_t& token : tokens) {
-    if (pairs && reader.array() != 2) throw std::invalid_argument("expected pairs of tokens");
-    token = reader.token();
-    if (pairs) reader.token();
+class TokenColumn {
+ public:
+  TokenColumn(const uint8_t* data, size_t size) : reader_(data, size), count_(reader_.array()) {}
+
+  size_t count() const { return count_; }
+  // Writes `count` uint32.
+  void read(uint8_t* out) {
+    const bool pairs = count_ != 0 && reader_.is_array();
+    for (size_t i = 0; i < count_; ++i) {
+      if (pairs && reader_.array() != 2) throw std::invalid_argument("expected pairs of tokens");
+      const uint32_t token = reader_.token();
+      if (pairs) reader_.token();
+      std::memcpy(out + 4 * i, &token, sizeof token);
+    }
+    reader_.end();
   }
-  reader.end();
-  return tokens;
-}
+
+ private:
+  MsgpackReader reader_;
+  size_t count_;
+};
 
 inline std::vector<uint64_t> read_hashes(const uint8_t* data, size_t size) {
   MsgpackReader reader(data, size);

@@ -86,7 +86,10 @@ class EventDecoder:
     def decode(self, payload: bytes) -> list[CacheEvent]:
         """The events of one message, without unknown kinds; raises ValueError if malformed."""
         try:
-            raws = [_named(raw) for raw in _BATCH.decode(payload).events]
+            raws = [
+                raw if type(raw) is EngineEvent else _named(raw)
+                for raw in _BATCH.decode(payload).events
+            ]
             found: list[CacheEvent] = []
             if not self._is_whole and self._choose_group(raws):
                 found.append(AllCleared())
@@ -111,9 +114,7 @@ class EventDecoder:
         return before is not None and before != self._group
 
 
-def _named(raw: EngineEvent | list[Raw]) -> EngineEvent:
-    if isinstance(raw, EngineEvent):
-        return raw
+def _named(raw: list[Raw]) -> EngineEvent:
     kind, *values = raw
     event = EngineEvent(_ANY.decode(kind))
     for name, value in zip(_FIELDS.get(event.type, ()), values, strict=False):
@@ -146,10 +147,12 @@ def _add(found: list[CacheEvent], raw: EngineEvent) -> None:
 
 def _stored(event: EngineEvent) -> BlocksStored:
     parent, adapter, size = event.parent_block_hash, event.lora_name, event.block_size
-    if type(size) is not int or size < 0 or not isinstance(adapter, str | None):
+    if type(size) is not int or size < 0 or not (adapter is None or type(adapter) is str):
         raise ValueError(f"block_size {size!r}, lora_name {adapter!r}")
     hashes = folded_hashes(event.block_hashes)
-    salt, extras = _keys(event, parent is None, adapter, len(hashes))
+    salt, extras = None, ()
+    if event.cache_salt or event.extra_keys:
+        salt, extras = _keys(event, parent is None, adapter, len(hashes))
     return BlocksStored(
         hashes,
         None if parent is None else fold_hash(parent),
