@@ -278,6 +278,7 @@ def main() -> None:
         ratio = median(a / b for a, b in zip(runs[None], runs[options.build], strict=True))
         unit = "µs/message" if case.flood else "µs/block"
         report.add_runs(case.name, runs[None], unit, f"{other:.3g}", f"ratio {ratio:.2f}")
+        print(f"{case.name}: ratio {ratio:.2f}", flush=True)
     report.finish("ratio: this build's CPU of the other's", options.json)
 
 

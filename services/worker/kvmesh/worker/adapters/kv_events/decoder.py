@@ -87,7 +87,7 @@ class EventDecoder:
         """The events of one message, without unknown kinds; raises ValueError if malformed."""
         try:
             raws = [
-                raw if type(raw) is EngineEvent else _named(raw)
+                raw if isinstance(raw, EngineEvent) else _named(raw)
                 for raw in _BATCH.decode(payload).events
             ]
             found: list[CacheEvent] = []
@@ -150,9 +150,7 @@ def _stored(event: EngineEvent) -> BlocksStored:
     if type(size) is not int or size < 0 or not (adapter is None or type(adapter) is str):
         raise ValueError(f"block_size {size!r}, lora_name {adapter!r}")
     hashes = folded_hashes(event.block_hashes)
-    salt, extras = None, ()
-    if event.cache_salt or event.extra_keys:
-        salt, extras = _keys(event, parent is None, adapter, len(hashes))
+    salt, extras = _keys(event, parent is None, adapter, len(hashes))
     return BlocksStored(
         hashes,
         None if parent is None else fold_hash(parent),

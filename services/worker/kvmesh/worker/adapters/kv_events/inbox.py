@@ -59,7 +59,7 @@ class Inbox:
                 self._has_taken = True
                 if not self._take(frames):
                     self._ended.set_result(False)
-                if not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                     return
         except zmq.Again:
             return

@@ -225,10 +225,12 @@ class CacheLedger:
     def _parts(self, tier: int, hashes: list[int]) -> list[int]:
         """The blocks of chunks that lose a copy."""
         parts: list[int] = []
+        lost: Counter[int] = Counter()
         for chunk in hashes:
             of_chunk = self._chunks.get((tier, chunk)) or [chunk]
             parts += of_chunk
-            if self._blocks.copies(tier, of_chunk[0]) == 1:
+            lost[chunk] += 1
+            if self._blocks.copies(tier, of_chunk[0]) <= lost[chunk]:
                 self._chunks.pop((tier, chunk), None)
         return parts
 
