@@ -42,6 +42,7 @@ TOKENS = "tokens"  # the event has not as many as its blocks
 UNKNOWN = "unknown_position"  # no event has said what precedes the block
 
 Run: TypeAlias = tuple[int | None, bytes, bytes, int, int | None]  # a `Stored` after its tier
+Moves: TypeAlias = list[tuple[int, bytes, list[Run]]]  # by tier: packed names, and runs of them
 
 
 class CacheLedger:
@@ -153,10 +154,8 @@ class CacheLedger:
                 self.dropped[UNKNOWN] += self._waiting.add(one, needed)
             return []
         runs, moved = stored
-        events: list[KvEvent] = [Removed(tier, gone) for tier, gone, _ in moved]
-        for tier, _, again in moved:  # an event with less was misread to place them
-            events += [Stored(tier, *run) for run in again]
-        return events + self._held(event.tier, event.hashes, runs)
+        added = self._held(event.tier, event.hashes, runs)
+        return [*_moves(moved), *added] if moved else added
 
     def _store_chunks(self, event: BlocksStored) -> list[KvEvent]:
         """Blocks of another size: each is split if it holds whole blocks of the model."""
@@ -242,6 +241,15 @@ class CacheLedger:
             key: parts for key, parts in self._chunks.items() if event.tier not in (None, key[0])
         }
         return [Cleared(event.tier, CLEARED)]
+
+
+def _moves(moved: Moves) -> Iterator[KvEvent]:
+    """The events of blocks that an event with less was misread to place."""
+    for tier, gone, _ in moved:
+        yield Removed(tier, gone)
+    for tier, _, runs in moved:
+        for run in runs:
+            yield Stored(tier, *run)
 
 
 def _single(event: BlocksStored) -> Iterator[BlocksStored]:
