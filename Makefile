@@ -213,7 +213,8 @@ parsers: $(ENGINES) .parsers/.installed $(VLLM_VENV)/.installed
 sanitize:
 	for kind in thread address,undefined; do \
 	  cmake -S tests/native -B build/sanitize-$$kind -DSANITIZE=$$kind && \
-	  $(STEP) "compiling with $$kind" cmake --build build/sanitize-$$kind && build/sanitize-$$kind/stress || exit 1; \
+	  $(STEP) "compiling with $$kind" cmake --build build/sanitize-$$kind && \
+	  build/sanitize-$$kind/stress && build/sanitize-$$kind/engine_events || exit 1; \
 	done
 
 # Coding agents and frameworks from npm and PyPI, against a mesh whose engine follows a script;

@@ -1,7 +1,7 @@
-"""Native core: block hashes, the prefix index, candidates, rates of return, a watchdog."""
+"""Native core: block hashes, the prefix index, engines' blocks, candidates, rates, a watchdog."""
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +71,83 @@ class NativePrefixIndex:
     def dump(self, rank: int) -> list[OverlapSegment]: ...
     def ranks(self) -> bytes: ...
     def stats(self) -> IndexStats: ...
+
+def packed_tokens(raw: Buffer) -> bytes:
+    """The token ids of an array in MessagePack, packed uint32; of pairs, the first of each.
+
+    Raises ValueError for another value, and for ids that are no uint32.
+    """
+
+def folded_hashes(raw: Buffer) -> list[int]:
+    """The block hashes of an array in MessagePack as uint64.
+
+    Integers count modulo 2**64, digests by their last 8 bytes. Raises ValueError for other values.
+    """
+
+_Run: TypeAlias = tuple[int | None, bytes, bytes, int, int | None]
+
+class EngineBlocks:
+    """The blocks of an engine's cache by its own hashes, with copies by tier and positions.
+
+    A block without a copy stays known until `recent` others have lost their last one after it.
+    `counted`: a held block that is stored again has one more copy. Names and parents are engine
+    hashes (uint64). A run has the fields of `Stored` after the tier. Raises ValueError for a tier
+    that does not exist.
+    """
+
+    def __init__(self, recent: int, counted: bool) -> None: ...
+    def held(self, tier: int) -> int:
+        """The number of blocks in a tier."""
+
+    def kept(self) -> list[int]:
+        """The number of blocks that have come into each tier."""
+
+    def copies(self, tier: int, name: int) -> int: ...
+    def position(self, name: int) -> tuple[int, int] | None:
+        """The sequence hashes before (at a root: the salt) and of a known block."""
+
+    def known(self, names: list[int]) -> int:
+        """The number of these blocks whose position is known."""
+
+    def leading(self, sequence: Buffer) -> int:
+        """The number of leading sequence hashes whose blocks are in the first tier."""
+
+    def store(
+        self,
+        tier: int,
+        names: list[int],
+        parent: int | None,
+        salt: int,
+        tokens: Buffer,
+        extras: tuple[int, ...],
+    ) -> tuple[list[_Run], list[tuple[int, bytes, list[_Run]]]] | None:
+        """Add a copy of each block of a chain after `parent`, or at a root, which has the `salt`.
+
+        `tokens` is packed uint32, as many for each block; `extras` as in `BlocksStored`. Returns
+        the new blocks, and the blocks of all tiers that the first tier's event has moved: tier,
+        packed names, and runs that store them anew. None, without effect, if the parent is unknown.
+        Raises ValueError if tokens or extras do not fit the blocks.
+        """
+
+    def hold(self, tier: int, names: list[int], again: bool = True) -> list[_Run]:
+        """Add a copy of each block, if `again` of those in the tier, too; returns the new ones.
+
+        Raises ValueError, without effect, if a block has no position.
+        """
+
+    def release(self, tier: int, names: list[int]) -> tuple[bytes, list[int]]:
+        """Remove a copy of each block.
+
+        Returns the packed names of those of which the tier has none left, and those of which it had
+        none.
+        """
+
+    def clear(self, tier: int) -> None: ...
+    def forget(self) -> None:
+        """Forget the positions of blocks that no tier holds."""
+
+    def dump(self) -> list[list[_Run]]:
+        """Runs of all blocks by tier, the oldest first."""
 
 class Watchdog:
     """Aborts the process (SIGABRT) after `looks` checks in a row without a tick; needs no GIL.

@@ -5,6 +5,7 @@
 
 #include <deque>
 
+#include "buffers.hpp"
 #include "gather.hpp"
 #include "index.hpp"
 #include "watchdog.hpp"
@@ -13,27 +14,10 @@
 namespace nb = nanobind;
 using namespace kvmesh;
 
+void bind_engine_events(nb::module_& m);
 void bind_returns(nb::module_& m);
 
 namespace {
-
-// A borrowed view of any object with the buffer protocol, for the length of one call.
-class View {
- public:
-  explicit View(nb::handle object, int flags = PyBUF_SIMPLE) {
-    if (PyObject_GetBuffer(object.ptr(), &buffer_, flags) != 0) throw nb::python_error();
-  }
-  View(const View&) = delete;
-  View& operator=(const View&) = delete;
-  ~View() { PyBuffer_Release(&buffer_); }
-
-  const uint8_t* data() const { return static_cast<const uint8_t*>(buffer_.buf); }
-  double* doubles() { return static_cast<double*>(buffer_.buf); }
-  size_t size() const { return static_cast<size_t>(buffer_.len); }
-
- private:
-  Py_buffer buffer_;
-};
 
 nb::bytes uninitialized(size_t size) {
   PyObject* raw = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
@@ -47,11 +31,6 @@ uint8_t* writable(nb::bytes& bytes) {
 
 void write_hash(uint8_t* words, size_t i, uint64_t hash) {
   std::memcpy(words + 8 * i, &hash, sizeof hash);
-}
-
-Hashes hashes(const View& view) {
-  if (view.size() % 8 != 0) throw nb::value_error("hashes must be whole 64-bit words");
-  return {view.data(), view.size() / 8};
 }
 
 // Releasing the GIL costs more than hashing less than this.
@@ -98,10 +77,6 @@ nb::bytes sequence_hashes(nb::handle local, uint64_t previous) {
 
 void check_rank(uint64_t rank) {
   if (rank >= MAX_RANKS) throw nb::value_error("rank is out of range");
-}
-
-void check_tier(uint64_t tier) {
-  if (tier >= TIERS) throw nb::value_error("tier is out of range");
 }
 
 // The arguments of a call that adds blocks, checked.
@@ -168,10 +143,6 @@ void load(Index& index, uint64_t rank, nb::list segments) {
   }
 }
 
-nb::bytes packed(const std::vector<uint64_t>& values) {
-  return nb::bytes(reinterpret_cast<const char*>(values.data()), 8 * values.size());
-}
-
 nb::bytes remove_blocks(Index& index, uint64_t rank, uint64_t tier, nb::handle engine) {
   check_rank(rank);
   check_tier(tier);
@@ -192,7 +163,7 @@ size_t clear(Index& index, uint64_t rank, std::optional<uint64_t> tier) {
   return index.clear(rank, tier);
 }
 
-nb::bytes packed(const Match* rows, size_t count) {
+nb::bytes packed_rows(const Match* rows, size_t count) {
   return nb::bytes(reinterpret_cast<const char*>(rows), count * sizeof(Match));
 }
 
@@ -208,7 +179,7 @@ nb::bytes find(const Index& index, nb::handle sequence) {
     const nb::gil_scoped_release released;
     index.find(prompt, matches);
   }
-  return packed(matches.data(), matches.size());
+  return packed_rows(matches.data(), matches.size());
 }
 
 nb::list find_batch(const Index& index, nb::list sequences) {
@@ -224,7 +195,7 @@ nb::list find_batch(const Index& index, nb::list sequences) {
   nb::list found;
   size_t from = 0;
   for (const size_t end : ends) {
-    found.append(packed(matches.data() + from, end - from));
+    found.append(packed_rows(matches.data() + from, end - from));
     from = end;
   }
   return found;
@@ -256,7 +227,7 @@ nb::bytes ranks(const Index& index) {
     const nb::gil_scoped_release released;
     rows = index.ranks();
   }
-  return packed(rows.data(), rows.size());
+  return packed_rows(rows.data(), rows.size());
 }
 
 nb::object stats(const Index& index) {
@@ -299,7 +270,7 @@ double gather(nb::handle overlap, nb::handle loads, nb::handle slots, nb::handle
 }  // namespace
 
 NB_MODULE(_native, m) {
-  m.doc() = "Native core of kvmesh: block hashing, the prefix index, a router's view of a fleet, rates of return, and a watchdog.";
+  m.doc() = "Native core of kvmesh: block hashing, the prefix index, an engine's blocks, a router's view of a fleet, rates of return, and a watchdog.";
   m.def("xxh3", &xxh3, nb::arg("data"), nb::arg("seed") = 0);
   m.def("block_hashes", &block_hashes, nb::arg("tokens"), nb::arg("block_size"),
         nb::arg("previous") = 0);
@@ -326,5 +297,6 @@ NB_MODULE(_native, m) {
       .def(nb::init<double, unsigned>(), nb::arg("step"), nb::arg("looks"))
       .def("tick", &Watchdog::tick)
       .def("stop", &Watchdog::stop);
+  bind_engine_events(m);
   bind_returns(m);
 }

@@ -1,7 +1,6 @@
 """Changes of an engine's cache, in one form for all engines."""
 
-from array import array
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from msgspec import Struct
 
@@ -70,17 +69,6 @@ def fold_hash(value: int | bytes) -> int:
     if isinstance(value, bytes):
         return int.from_bytes(value[-8:], "big")
     return value & HASH_MASK
-
-
-def fold_hashes(values: list[Any]) -> list[int]:
-    """Each of an engine's block hashes as a uint64; raises TypeError for another value."""
-    if not isinstance(values, list):
-        raise TypeError(f"hashes are a list, not {type(values).__name__}")
-    try:
-        array("Q", values)  # the usual case, and the cheapest way to see it
-    except (TypeError, OverflowError):
-        return [fold_hash(value) for value in values]
-    return values
 
 
 def medium_tier(medium: str | None) -> int:

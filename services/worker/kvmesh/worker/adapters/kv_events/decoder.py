@@ -13,14 +13,13 @@ one block less in the engine than in the index: SGLang publishes pairs of neighb
 An `AllBlocksCleared` with a `medium`, which kvmesh's connector publishes, is of that medium alone.
 """
 
-from array import array
 from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
+from msgspec import Raw, Struct
 
-from kvmesh._native import xxh3
+from kvmesh._native import folded_hashes, packed_tokens, xxh3
 from kvmesh.bus.messages import MessageDecoder
 from kvmesh.worker.adapters.kv_events.cache_events import (
     AllCleared,
@@ -28,7 +27,6 @@ from kvmesh.worker.adapters.kv_events.cache_events import (
     BlocksStored,
     CacheEvent,
     fold_hash,
-    fold_hashes,
     medium_tier,
 )
 from kvmesh.worker.adapters.kv_events.salts import returned_salt
@@ -45,10 +43,42 @@ _FIELDS = {
     "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "AllBlocksCleared": ("medium",),
 }
+_RAW_FIELDS = ("block_hashes", "token_ids")
 _WHOLE_PREFIX = {None, "full_attention", "mla_attention", "sink_full_attention", "unknown"}
-_DECODER = MessageDecoder()
+_NO_ITEMS = b"\x90"
 _MALFORMED = (AttributeError, TypeError, ValueError)
-_Raw = dict[str, Any]
+
+
+class EngineEvent(Struct, gc=False):
+    """An event of any kind; the native core reads hashes and tokens out of MessagePack."""
+
+    type: Any
+    block_hashes: Raw = Raw()
+    parent_block_hash: Any = None
+    token_ids: Raw = Raw()
+    block_size: Any = None
+    lora_id: Any = None
+    medium: Any = None
+    lora_name: Any = None
+    extra_keys: Any = None
+    cache_salt: Any = None
+    group_idx: Any = None
+    kv_cache_spec_kind: Any = None
+    locality: Any = None
+    lookahead_token_ids: Any = None
+    reason: Any = None
+    request: Any = None
+
+
+class EngineBatch(Struct, array_like=True, gc=False):
+    """A message; an event is a map, or an array that begins with its type."""
+
+    time: Any
+    events: list[EngineEvent | list[Raw]]
+
+
+_BATCH: MessageDecoder[EngineBatch] = MessageDecoder(EngineBatch)
+_ANY = MessageDecoder()
 
 
 class EventDecoder:
@@ -64,21 +94,28 @@ class EventDecoder:
     def __init__(self) -> None:
         self._group: int | None = None
         self._is_whole = False  # the group caches whole prefixes
-        self._early = deque[_Raw](maxlen=EARLY_EVENTS)  # before the group is chosen
+        self._early = deque[EngineEvent](maxlen=EARLY_EVENTS)  # before the group is chosen
         self.limits: set[str] = set()
 
     def decode(self, payload: bytes) -> list[CacheEvent]:
         """The events of one message, without unknown kinds; raises ValueError if malformed."""
         try:
-            raws = [*self._early, *(_named(raw) for raw in _DECODER.decode(payload)[1])]
+            raws = [
+                *self._early,
+                *(
+                    raw if isinstance(raw, EngineEvent) else _named(raw)
+                    for raw in _BATCH.decode(payload).events
+                ),
+            ]
             self._early.clear()
+            self._note_draft(raws)
             found: list[CacheEvent] = []
             if not self._is_whole and self._choose_group(raws):
                 found.append(AllCleared())
             for raw in raws:
-                group = raw.get("group_idx")
+                group = raw.group_idx
                 if group is None or group == self._group:
-                    found += self._event(raw)
+                    self._add(found, raw)
                 elif self._group is None:
                     self._early.append(raw)
                 else:
@@ -87,26 +124,39 @@ class EventDecoder:
         except (msgspec.MsgspecError, LookupError, ArithmeticError, *_MALFORMED) as error:
             raise ValueError(f"malformed KV event: {error!r}") from error
 
-    def _event(self, raw: _Raw) -> Iterable[CacheEvent]:
-        kind = raw["type"]
-        if kind == "BlockStored":
-            if raw.get("lookahead_token_ids") or _has_pairs(raw["token_ids"]):
-                self.limits.add(DRAFT)
-            return (_stored(raw),)
-        if kind == "BlockRemoved":
-            return (_removed(raw),)
-        if kind == "AllBlocksCleared":
+    def _add(self, found: list[CacheEvent], raw: EngineEvent) -> None:
+        """Append the event; blocks removed alike join, since vLLM publishes an event for each."""
+        if raw.type == "BlockStored":
+            found.append(_stored(raw))
+        elif raw.type == "BlockRemoved":
+            hashes, tier = folded_hashes(raw.block_hashes), _tier(raw)
+            last = found[-1] if found else None
+            if isinstance(last, BlocksRemoved) and (last.tier, last.reason, last.request) == (
+                tier,
+                raw.reason,
+                raw.request,
+            ):
+                last.hashes.extend(hashes)
+            else:
+                found.append(BlocksRemoved(hashes, tier, raw.reason, raw.request))
+        elif raw.type == "AllBlocksCleared":
             self._early.clear()
-            return (AllCleared(_tier(raw)),) if raw.get("medium") else CLEARED
-        return ()
+            found += (AllCleared(_tier(raw)),) if raw.medium else CLEARED
 
-    def _choose_group(self, raws: list[_Raw]) -> bool:
+    def _note_draft(self, raws: list[EngineEvent]) -> None:
+        """Note by the first stored blocks that the engine has a draft model."""
+        if DRAFT not in self.limits:
+            stored = next((raw for raw in raws if raw.type == "BlockStored"), None)
+            if stored is not None and (stored.lookahead_token_ids or _has_pairs(stored.token_ids)):
+                self.limits.add(DRAFT)
+
+    def _choose_group(self, raws: list[EngineEvent]) -> bool:
         """Choose among the groups of these events; True if another one has been in use."""
         before = self._group
         for raw in raws:
-            group = raw.get("group_idx")
-            if raw["type"] == "BlockStored" and group is not None and raw.get("token_ids"):
-                if raw.get("kv_cache_spec_kind") in _WHOLE_PREFIX:
+            group = raw.group_idx
+            if raw.type == "BlockStored" and group is not None and _has_items(raw.token_ids):
+                if raw.kv_cache_spec_kind in _WHOLE_PREFIX:
                     self._group, self._is_whole = group, True
                     break
                 if self._group is None:
@@ -115,23 +165,35 @@ class EventDecoder:
         return before is not None and before != self._group
 
 
-def _named(raw: Any) -> _Raw:
-    if isinstance(raw, dict):
-        return raw
+def _named(raw: list[Raw]) -> EngineEvent:
     kind, *values = raw
-    return {"type": kind, **dict(zip(_FIELDS.get(kind, ()), values, strict=False))}
+    event = EngineEvent(_ANY.decode(kind))
+    for name, value in zip(_FIELDS.get(event.type, ()), values, strict=False):
+        setattr(event, name, value if name in _RAW_FIELDS else _ANY.decode(value))
+    return event
 
 
-def _stored(event: _Raw) -> BlocksStored:
-    parent, adapter = event.get("parent_block_hash"), event.get("lora_name")
-    size = event["block_size"]
-    if type(size) is not int or size < 0 or not isinstance(adapter, str | None):
+def _has_items(raw: Raw) -> bool:
+    return bytes(memoryview(raw)[:1]) not in (b"", _NO_ITEMS)
+
+
+def _has_pairs(ids: Raw) -> bool:
+    """True if the first token id is an array, as of a pair."""
+    start = bytes(memoryview(ids)[:6])
+    header = {0xDC: 3, 0xDD: 5}.get(start[0], 1) if start else 0
+    return len(start) > header > 0 and start[header] & 0xF0 == 0x90
+
+
+def _stored(event: EngineEvent) -> BlocksStored:
+    parent, adapter, size = event.parent_block_hash, event.lora_name, event.block_size
+    if type(size) is not int or size < 0 or not (adapter is None or type(adapter) is str):
         raise ValueError(f"block_size {size!r}, lora_name {adapter!r}")
-    salt, extras = _keys(event, parent is None, adapter)
+    hashes = folded_hashes(event.block_hashes)
+    salt, extras = _keys(event, parent is None, adapter, len(hashes))
     return BlocksStored(
-        fold_hashes(event["block_hashes"]),
+        hashes,
         None if parent is None else fold_hash(parent),
-        _tokens(event["token_ids"]),
+        packed_tokens(event.token_ids),
         size,
         _tier(event),
         salt,
@@ -140,40 +202,25 @@ def _stored(event: _Raw) -> BlocksStored:
     )
 
 
-def _removed(event: _Raw) -> BlocksRemoved:
-    hashes = fold_hashes(event["block_hashes"])
-    return BlocksRemoved(hashes, _tier(event), event.get("reason"), event.get("request"))
-
-
-def _tokens(ids: list[Any]) -> bytes:
-    """Packed tokens; with a draft model SGLang's blocks are of pairs of neighbours."""
-    if _has_pairs(ids):
-        ids = [first for first, _ in ids]
-    return array("I", ids).tobytes()
-
-
-def _has_pairs(ids: list[Any]) -> bool:
-    return bool(ids) and isinstance(ids[0], list)
-
-
-def _tier(event: _Raw) -> int:
+def _tier(event: EngineEvent) -> int:
     """The tier of an event's blocks; those that vLLM offloads to another node are remote."""
-    medium = event.get("medium")
-    if event.get("locality") == "REMOTE":
+    if event.locality == "REMOTE":
         return REMOTE
-    return 0 if medium == "GPU" else medium_tier(medium)
+    return 0 if event.medium == "GPU" else medium_tier(event.medium)
 
 
-def _keys(event: _Raw, is_root: bool, adapter: str | None) -> tuple[int | None, tuple[int, ...]]:
+def _keys(
+    event: EngineEvent, is_root: bool, adapter: str | None, blocks: int
+) -> tuple[int | None, tuple[int, ...]]:
     """The mesh's salt of a first block, and a number for all other keys of each block."""
-    by_block = event.get("extra_keys")
-    if key := event.get("cache_salt"):  # SGLang's, in the events of all blocks of the prompt
+    by_block = event.extra_keys
+    if key := event.cache_salt:  # SGLang's, in the events of all blocks of the prompt
         by_block = [[key]] if is_root else None
     if not by_block or not any(by_block):
         return None, ()
     salt: int | None = None
     extras: list[int] = []
-    names = (adapter, event.get("lora_id"))
+    names = (adapter, event.lora_id)
     for number, keys in enumerate(by_block):
         if not keys:
             continue
@@ -184,6 +231,6 @@ def _keys(event: _Raw, is_root: bool, adapter: str | None) -> tuple[int | None, 
                     salt, others = found, [other for other in others if other != key]
                     break
         if others:
-            extras = extras or [0] * len(event["block_hashes"])
+            extras = extras or [0] * blocks
             extras[number] = xxh3(msgspec.msgpack.encode(others)) or 1
     return salt, tuple(extras)

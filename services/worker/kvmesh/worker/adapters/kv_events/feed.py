@@ -44,7 +44,13 @@ class EventFeed:
         self._dumped_at = -DUMP_EVERY_S
         self._dump_due: asyncio.TimerHandle | None = None
         self._subscriber = ZmqSubscriber(
-            endpoint, replay, topic, self._on_payload, self.clear, self._on_gap
+            endpoint,
+            replay,
+            topic,
+            on_payload=self._on_payload,
+            on_restart=self.clear,
+            on_gap=self._on_gap,
+            on_foreign=self._on_malformed,
         )
 
     def start(self) -> None:
@@ -74,12 +80,15 @@ class EventFeed:
         try:
             events = self._decoder.decode(payload)
         except ValueError as error:
-            self._malformed += 1
-            self._last_error = str(error)
-            if self._logged.first(self._last_error):
-                log.warning("rank %d: %s", self.rank, error)
+            self._on_malformed(str(error))
             return
         self._publish(self.ledger.apply(events))
+
+    def _on_malformed(self, error: str) -> None:
+        self._malformed += 1
+        self._last_error = error
+        if self._logged.first(error):
+            log.warning("rank %d: %s", self.rank, error)
 
     def _on_gap(self, count: int) -> None:
         log.warning("rank %d: %d messages of KV events are lost", self.rank, count)

@@ -10,16 +10,16 @@ know of it, before its parent, or after the copy in device memory is gone: such 
 position under which its hash is or was known, or waits until an event says more.
 """
 
-from array import array
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TypeAlias
 
 from msgspec.structs import replace
 
+from kvmesh._native import EngineBlocks
 from kvmesh.bus.messages import CLEARED, Cleared, KvEvent, Removed, Stored, Work
-from kvmesh.hashing import TOKEN_BYTES, block_hashes, sequence_hashes
+from kvmesh.hashing import TOKEN_BYTES, block_hashes
 from kvmesh.index import TIERS
 from kvmesh.worker.adapters.kv_events.cache_events import (
     HASH_MASK,
@@ -45,10 +45,8 @@ UNKNOWN = "unknown_position"  # no event has said what precedes the block
 RESET = "reset"  # the engine may have kept it below when it cleared its memory
 OLD = "never_removed"  # the oldest of a tier of which the engine reports no removals
 
-
-# A block's position: its parent (None: it begins a prompt), the sequence hash before it (or the
-# salt), its local and its sequence hash. A tuple, as an engine stores thousands in one event.
-Block: TypeAlias = tuple[int | None, int, int, int]
+Run: TypeAlias = tuple[int | None, bytes, bytes, int, int | None]  # a `Stored` after its tier
+Moves: TypeAlias = list[tuple[int, bytes, list[Run]]]  # by tier: packed names, and runs of them
 
 
 class CacheLedger:
@@ -56,36 +54,33 @@ class CacheLedger:
 
     `counted` is for engines that may hold a block twice and publish each store and removal (vLLM
     does when equal prompts run at once); others publish one removal, however often they store.
-    `kept` counts the blocks added to each tier, `dropped` those that could not be, by reason;
-    `odd_size` is the last block size that is not the model's.
+    `dropped` counts the blocks that could not be added to a tier, by reason; `odd_size` is the last
+    block size that is not the model's.
     """
 
     def __init__(self, block_size: int, salt_of: SaltFinder, counted: bool = True) -> None:
         self.block_size = block_size
         self._find_salt = salt_of
         self._counted = counted
-        self._tiers: list[dict[int, int]] = [{} for _ in range(TIERS)]  # copies by engine hash
-        self._blocks: dict[int, Block] = {}  # held in any tier
-        self._recent: OrderedDict[int, Block] = OrderedDict()
+        self._blocks = EngineBlocks(RECENT_BLOCKS, counted)
         self._waiting = WaitingBlocks(WAITING_BLOCKS)
         self._placeable: deque[BlocksStored] = deque()
         self._chunks: dict[tuple[int, int], list[int]] = {}  # blocks by the chunk's hash and tier
-        self._sequence_hashes: set[int] = set()  # of blocks in the engine's own memory
         self._removes = {0}  # tiers of which the engine reports removals
-        self.kept = [0] * TIERS
+        self._order: dict[int, dict[int, None]] = {}  # blocks of the others, oldest first
         self.dropped: Counter[str] = Counter()
         self.odd_size = 0
 
     def __len__(self) -> int:
         """Number of blocks in the engine's own memory."""
-        return len(self._tiers[0])
+        return self._blocks.held(0)
 
     def counts(self, rank: int, malformed: int, last_error: str) -> LedgerCounts:
         """The counts of a rank, with those of messages that its adapter could not decode."""
         return LedgerCounts(
             rank=rank,
             block_size=self.block_size,
-            kept=list(self.kept),
+            kept=self._blocks.kept(),
             dropped={reason: count for reason, count in self.dropped.items() if count},
             unplaced=len(self._waiting),
             malformed=malformed,
@@ -96,11 +91,7 @@ class CacheLedger:
     def cached_tokens(self, work: Work) -> int:
         """Leading tokens of a prompt that the engine's own memory holds, in whole blocks."""
         _, sequence = block_hashes(work.tokens, self.block_size, work.salt)
-        hashes = array("Q", sequence)
-        count = next(
-            (i for i, h in enumerate(hashes) if h not in self._sequence_hashes), len(hashes)
-        )
-        return count * self.block_size
+        return self._blocks.leading(sequence) * self.block_size
 
     def apply(self, events: Iterable[CacheEvent]) -> list[KvEvent]:
         """Apply engine events in order; return the resulting mesh events."""
@@ -112,15 +103,14 @@ class CacheLedger:
     def dump(self) -> list[KvEvent]:
         """Return a `Cleared`, then all held blocks."""
         events: list[KvEvent] = [Cleared()]
-        published: set[int] = set()
-        for tier, held in enumerate(self._tiers):
-            events += self._chains(tier, held, published)
+        for tier, runs in enumerate(self._blocks.dump()):
+            events += [Stored(tier, *run) for run in runs]
         return events
 
     def clear(self) -> list[KvEvent]:
         """Clear the ledger after a restart of the engine."""
         events = self._clear(AllCleared())
-        self._recent.clear()
+        self._blocks.forget()
         return events
 
     def _apply(self, event: CacheEvent) -> list[KvEvent]:
@@ -136,8 +126,7 @@ class CacheLedger:
         return self._clear(event)
 
     def _move(self, event: BlocksMoved) -> list[KvEvent]:
-        source = self._tiers[event.tier]
-        moved = [engine_hash for engine_hash in event.hashes if engine_hash in source]
+        moved = [name for name in event.hashes if self._blocks.copies(event.tier, name)]
         return self._hold(event.to, moved, again=False) + self._remove(
             BlocksRemoved(event.hashes, event.tier)
         )
@@ -147,9 +136,8 @@ class CacheLedger:
             return []
         if event.tokens and event.block_size != self.block_size:
             return self._store_chunks(event)
-        if (event.tier or not event.tokens) and (known := self._known(event.hashes)):
-            if len(known) == len(event.hashes):
-                self._place(known)
+        if (event.tier or not event.tokens) and (known := self._blocks.known(event.hashes)):
+            if known == len(event.hashes):
                 return self._hold(event.tier, event.hashes)
             if len(event.hashes) > 1:
                 return [change for one in _single(event) for change in self._store(one)]
@@ -163,26 +151,18 @@ class CacheLedger:
             return []
         # LMCache adds the token after a chunk
         tokens = event.tokens if len(event.tokens) == size else event.tokens[:size]
-        previous = self._previous(event, tokens)
-        if previous is None:
+        salt = self._salt(event, tokens) if event.parent is None else 0
+        stored = salt is not None and self._blocks.store(
+            event.tier, event.hashes, event.parent, salt, tokens, event.extras
+        )
+        if not stored:
             for one in _single(event):
                 needed = one.hashes[0] if one.parent is None else one.parent
                 self.dropped[UNKNOWN] += self._waiting.add(one, needed)
             return []
-        local, sequence = block_hashes(tokens, self.block_size, previous)
-        if any(event.extras):
-            pairs = zip(array("Q", local), event.extras, strict=True)
-            local = array("Q", [block ^ extra for block, extra in pairs]).tobytes()
-            sequence = sequence_hashes(local, previous)
-        hashes, sequences = event.hashes, array("Q", sequence).tolist()
-        parents, before = [event.parent, *hashes], [previous, *sequences]
-        rows = zip(parents, before, array("Q", local), sequences, strict=False)
-        blocks: dict[int, Block] = dict(zip(hashes, rows, strict=True))
-        events: list[KvEvent] = []
-        if not (event.tier or self._blocks.keys().isdisjoint(hashes)):
-            events = self._correct(blocks)
-        self._place(blocks)
-        return events + self._hold(event.tier, hashes, local)
+        runs, moved = stored
+        added = self._held(event.tier, event.hashes, runs)
+        return [*_moves(moved), *added] if moved else added
 
     def _store_chunks(self, event: BlocksStored) -> list[KvEvent]:
         """Blocks of another size: each is split if it holds whole blocks of the model."""
@@ -212,207 +192,93 @@ class CacheLedger:
             parent = chunk
         return events
 
-    def _previous(self, event: BlocksStored, tokens: bytes) -> int | None:
-        """The sequence hash before the first block: its parent's, or the salt; None if unknown."""
-        if event.parent is not None:
-            parent = self._blocks.get(event.parent) or self._recent.get(event.parent)
-            return None if parent is None else parent[3]
-        first = self._blocks.get(event.hashes[0]) or self._recent.get(event.hashes[0])
+    def _salt(self, event: BlocksStored, tokens: bytes) -> int | None:
+        """The salt of a root block; None if it is not known yet."""
+        first = self._blocks.position(event.hashes[0])
         if first is not None and event.salt is None:
-            return first[1]
+            return first[0]
         block = tokens[: TOKEN_BYTES * self.block_size]
 
         def is_held(salt: int) -> bool:
             _, sequence = block_hashes(block, self.block_size, salt)
-            return int.from_bytes(sequence, "little") in self._sequence_hashes
+            return self._blocks.leading(sequence) > 0
 
         return self._find_salt(event, is_held)
 
-    def _known(self, hashes: list[int]) -> dict[int, Block]:
-        """Those blocks whose position is known."""
-        found = ((h, self._blocks.get(h) or self._recent.get(h)) for h in hashes)
-        return {engine_hash: block for engine_hash, block in found if block is not None}
+    def _hold(self, tier: int, hashes: list[int], again: bool = True) -> list[KvEvent]:
+        """Add copies of known blocks; `again`: a block that is there has one more copy."""
+        return self._held(tier, hashes, self._blocks.hold(tier, hashes, again))
 
-    def _place(self, blocks: dict[int, Block]) -> None:
-        """Make positions known; blocks that wait for them can be placed next."""
-        self._blocks |= blocks
-        if not self._recent.keys().isdisjoint(blocks):
-            for engine_hash in blocks:
-                self._recent.pop(engine_hash, None)
+    def _held(self, tier: int, hashes: list[int], runs: list[Run]) -> list[KvEvent]:
+        """The events of blocks that are held now; those that wait for them can be placed next."""
         if len(self._waiting):
-            self._placeable += self._waiting.take(blocks)
-
-    def _hold(
-        self, tier: int, hashes: list[int], local: bytes = b"", again: bool = True
-    ) -> list[KvEvent]:
-        """Add copies of placed blocks; `again`: a block that is there has one more copy."""
-        held, blocks = self._tiers[tier], self._blocks
-        if local and held.keys().isdisjoint(hashes) and len(set(hashes)) == len(hashes):
-            held |= dict.fromkeys(hashes, 1)  # the usual case
-            if tier == 0:
-                self._sequence_hashes.update([blocks[engine_hash][3] for engine_hash in hashes])
-            self.kept[tier] += len(hashes)
-            return [self._stored_event(tier, hashes, local)]
-        runs: list[list[int]] = [[]]
-        for engine_hash in hashes:
-            copies = held.get(engine_hash)
-            if copies is None:
-                block = blocks[engine_hash]
-                if runs[-1] and block[0] != runs[-1][-1]:
-                    runs.append([])
-                runs[-1].append(engine_hash)
-                held[engine_hash] = 1
-                if tier == 0:
-                    self._sequence_hashes.add(block[3])
-            elif again and self._counted:
-                held[engine_hash] = copies + 1
-        self.kept[tier] += sum(map(len, runs))
-        return [self._stored_event(tier, run) for run in runs if run]
+            self._placeable += self._waiting.take(hashes)
+        if tier and tier not in self._removes:
+            self._order.setdefault(tier, {}).update(dict.fromkeys(hashes))
+        return [Stored(tier, *run) for run in runs]
 
     def _drop_oldest(self, tier: int) -> list[KvEvent]:
         """Bound a tier of which the engine reports stores alone, as some shared stores do."""
-        held = self._tiers[tier]
-        if tier in self._removes or len(held) <= UNREMOVED_BLOCKS:
+        order = self._order.get(tier, {})
+        excess = self._blocks.held(tier) - UNREMOVED_BLOCKS
+        if not order or excess <= 0:
             return []
-        gone = list(islice(held, len(held) - UNREMOVED_BLOCKS))
-        for engine_hash in gone:
-            del held[engine_hash]
-        self.dropped[OLD] += len(gone)
-        self._forget(gone)
-        return [Removed(tier, array("Q", gone).tobytes())]
-
-    def _stored_event(self, tier: int, run: list[int], local: bytes = b"") -> Stored:
-        parent, previous, _, _ = self._blocks[run[0]]
-        packed = local or array("Q", [self._blocks[h][2] for h in run]).tobytes()
-        engine = array("Q", run).tobytes()
-        if parent is None:
-            return Stored(tier, None, engine, packed, previous)
-        if parent in self._blocks:
-            return Stored(tier, parent, engine, packed)
-        return Stored(tier, None, engine, packed, 0, previous)
-
-    def _correct(self, blocks: dict[int, Block]) -> list[KvEvent]:
-        """Move blocks that an event with less was misread to place, and all that follow them."""
-        wrong = {
-            engine_hash: block
-            for engine_hash, block in blocks.items()
-            if (known := self._blocks.get(engine_hash)) is not None and known[3] != block[3]
-        }
-        if not wrong:
-            return []
-        children: dict[int, list[int]] = {}
-        for engine_hash, block in self._blocks.items():
-            if block[0] is not None:
-                children.setdefault(block[0], []).append(engine_hash)
-        moved, left = dict(wrong), list(wrong)
-        while left:
-            parent = left.pop()
-            previous = moved[parent][3]
-            for child in children.get(parent, []):
-                if child not in wrong:
-                    local = self._blocks[child][2]
-                    packed = sequence_hashes(local.to_bytes(8, "little"), previous)
-                    sequence = int.from_bytes(packed, "little")
-                    moved[child] = (parent, previous, local, sequence)
-                    left.append(child)
-        events: list[KvEvent] = []
-        copies = [{h: held.pop(h) for h in moved if h in held} for held in self._tiers]
-        self._sequence_hashes -= {self._blocks[engine_hash][3] for engine_hash in copies[0]}
-        for tier, gone in enumerate(copies):
-            if gone:
-                events.append(Removed(tier, array("Q", gone).tobytes()))
-        self._blocks |= moved
-        self._recent.clear()
-        for tier, gone in enumerate(copies):
-            self.kept[tier] -= len(gone)
-            events += self._hold(tier, list(gone))
-            self._tiers[tier] |= gone
-        return events
+        names = list(islice(order, excess))
+        for name in names:
+            del order[name]
+        copies = [name for name in names for _ in range(self._blocks.copies(tier, name))]
+        gone, _ = self._blocks.release(tier, copies)
+        self.dropped[OLD] += len(names)
+        return [Removed(tier, gone)]
 
     def _remove(self, event: BlocksRemoved) -> list[KvEvent]:
         tiers = range(TIERS) if event.tier is None else (event.tier,)
         events: list[KvEvent] = []
-        self._removes.update(tiers)
+        for tier in tiers:
+            self._removes.add(tier)
+            self._order.pop(tier, None)
         for tier in tiers:
             hashes = self._parts(tier, event.hashes) if self._chunks else event.hashes
-            if gone := self._remove_copies(tier, hashes):
-                packed = array("Q", gone).tobytes()
-                events.append(Removed(tier, packed, event.reason, event.request))
+            gone, missing = self._blocks.release(tier, hashes)
+            if len(self._waiting):
+                for name in missing:
+                    self.dropped[UNKNOWN] += self._waiting.remove(name, tier)
+            if gone:
+                events.append(Removed(tier, gone, event.reason, event.request))
         return events
 
     def _parts(self, tier: int, hashes: list[int]) -> list[int]:
         """The blocks of chunks that lose a copy."""
-        held, parts = self._tiers[tier], list[int]()
+        parts: list[int] = []
+        lost: Counter[int] = Counter()
         for chunk in hashes:
             of_chunk = self._chunks.get((tier, chunk)) or [chunk]
             parts += of_chunk
-            if held.get(of_chunk[0], 1) == 1:
+            lost[chunk] += 1
+            if self._blocks.copies(tier, of_chunk[0]) <= lost[chunk]:
                 self._chunks.pop((tier, chunk), None)
         return parts
 
-    def _remove_copies(self, tier: int, hashes: list[int]) -> list[int]:
-        """Remove one copy of each block; returns those of which none is left."""
-        held = self._tiers[tier]
-        gone = []
-        for engine_hash in hashes:
-            copies = held.pop(engine_hash, 0)
-            if copies == 1:
-                gone.append(engine_hash)
-            elif copies:
-                held[engine_hash] = copies - 1
-            else:
-                self.dropped[UNKNOWN] += self._waiting.remove(engine_hash, tier)
-        if tier == 0:
-            self._sequence_hashes -= {self._blocks[engine_hash][3] for engine_hash in gone}
-        self._forget(gone)
-        return gone
-
-    def _forget(self, hashes: list[int]) -> None:
-        """Keep the positions of blocks that no tier holds any more among the recent ones."""
-        held = [tier for tier in self._tiers if tier]
-        recent, blocks = self._recent, self._blocks
-        for engine_hash in hashes:
-            for tier in held:
-                if engine_hash in tier:
-                    break
-            else:
-                recent[engine_hash] = blocks.pop(engine_hash)
-        while len(recent) > RECENT_BLOCKS:
-            recent.popitem(last=False)
-
     def _clear(self, event: AllCleared) -> list[KvEvent]:
         if event.tier == 1 and self._counted:
-            self.dropped[RESET] += len(self._tiers[1])
-        for tier, held in enumerate(self._tiers):
-            if event.tier in (None, tier):
-                gone = list(held)
-                held.clear()
-                self._forget(gone)
+            self.dropped[RESET] += self._blocks.held(1)
+        for tier in range(TIERS) if event.tier is None else (event.tier,):
+            self._blocks.clear(tier)
+            self._order.pop(tier, None)
         self.dropped[UNKNOWN] += self._waiting.clear(event.tier)
         self._chunks = {
             key: parts for key, parts in self._chunks.items() if event.tier not in (None, key[0])
         }
-        if event.tier in (None, 0):
-            self._sequence_hashes.clear()
         return [Cleared(event.tier, CLEARED)]
 
-    def _chains(self, tier: int, held: dict[int, int], published: set[int]) -> Iterator[Stored]:
-        run: list[int] = []
-        for engine_hash in held:
-            if run and self._blocks[engine_hash][0] != run[-1]:
-                yield self._dumped(tier, run, published)
-                run = []
-            run.append(engine_hash)
-        if run:
-            yield self._dumped(tier, run, published)
 
-    def _dumped(self, tier: int, run: list[int], published: set[int]) -> Stored:
-        parent, previous, _, _ = self._blocks[run[0]]
-        stored = self._stored_event(tier, run)
-        if parent is not None and parent not in published:
-            stored = Stored(tier, None, stored.engine, stored.local, 0, previous)
-        published.update(run)
-        return stored
+def _moves(moved: Moves) -> Iterator[KvEvent]:
+    """The events of blocks that an event with less was misread to place."""
+    for tier, gone, _ in moved:
+        yield Removed(tier, gone)
+    for tier, _, runs in moved:
+        for run in runs:
+            yield Stored(tier, *run)
 
 
 def _single(event: BlocksStored) -> Iterator[BlocksStored]:

@@ -12,11 +12,15 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
+from kvmesh.worker.adapters.kv_events.inbox import Inbox
+
 log = logging.getLogger(__name__)
 RECEIVE_QUEUE = 10_000
 REPLAY_TIMEOUT_S = 5.0
 TAIL_CHECK_S = 2.0
-END = (1 << 64) - 1
+SEQ_BYTES = 8
+END = b"\xff" * SEQ_BYTES
+MONITOR = "inproc://connection"
 
 
 def event_endpoints(folder: Path) -> dict[str, str]:
@@ -45,8 +49,9 @@ class ZmqSubscriber:
     """Follows one rank's publisher and delivers every message once, in order.
 
     `on_payload` gets each payload. `on_restart` is called when the publisher restarts, `on_gap`
-    with the number of messages lost for good. The queue is bounded: ZeroMQ drops messages that do
-    not fit, and the subscriber requests them again by sequence number.
+    with the number of messages lost for good, `on_foreign` with the fault of a message in another
+    form. The queue is bounded: ZeroMQ drops messages that do not fit, and the subscriber requests
+    them again by sequence number.
 
     A publisher has restarted if its numbers run backwards, if its replay has another message of the
     last number that arrived, or, without a replay, if the numbers go on elsewhere after the
@@ -61,6 +66,7 @@ class ZmqSubscriber:
         on_payload: Callable[[bytes], None],
         on_restart: Callable[[], None],
         on_gap: Callable[[int], None],
+        on_foreign: Callable[[str], None],
     ) -> None:
         self._endpoint = endpoint
         self._replay_endpoint = replay
@@ -68,21 +74,26 @@ class ZmqSubscriber:
         self._on_payload = on_payload
         self._on_restart = on_restart
         self._on_gap = on_gap
+        self._on_foreign = on_foreign
         self._context = zmq.asyncio.Context()
+        self._socket: zmq.Socket[bytes] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._next_seq = 0
         self._last = b""  # the payload before
         self._was_cut = False
         self._replayed: set[int] = set()
+        self._odd = 0, b""  # the last message that was not simply the next one
 
     def start(self) -> None:
         """Subscribe; raises zmq.ZMQError for an invalid endpoint."""
-        socket = self._context.socket(zmq.SUB)
+        socket = self._socket = zmq.Socket(self._context, zmq.SUB)
         socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt_string(zmq.SUBSCRIBE, self._topic)
         socket.connect(self._endpoint)
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.monitor(MONITOR, zmq.EVENT_DISCONNECTED)
+        monitor = self._context.socket(zmq.PAIR)
+        monitor.connect(MONITOR)
         self._tasks = [
             asyncio.create_task(self._run(socket), name="kv event subscriber"),
             asyncio.create_task(self._watch(monitor), name="kv event connection"),
@@ -93,19 +104,30 @@ class ZmqSubscriber:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        if self._socket is not None:
+            self._socket.close(linger=0)
         self._context.destroy(linger=0)
 
-    async def _run(self, socket: zmq.asyncio.Socket) -> None:
+    async def _run(self, socket: zmq.Socket[bytes]) -> None:
+        inbox = Inbox(socket, self._take)
         await self._catch_up(None)
         while True:
-            if not await socket.poll(TAIL_CHECK_S * 1000):
+            if await inbox.read(TAIL_CHECK_S):
                 await self._catch_up(None)
-                continue
-            frames = await socket.recv_multipart()
-            if len(frames) < 2 or len(frames[-2]) != 8:
-                log.warning("ignored a message of %d frames: not a KV event", len(frames))
-                continue
-            await self._on_message(int.from_bytes(frames[-2], "big"), frames[-1])
+            else:
+                await self._on_message(*self._odd)
+
+    def _take(self, frames: list[bytes]) -> bool:
+        """Deliver the next message; False for another one, which becomes the odd one."""
+        if len(frames) < 2 or len(frames[-2]) != SEQ_BYTES:
+            self._on_foreign(f"a message of {len(frames)} frames is no KV event")
+            return True
+        seq, payload = int.from_bytes(frames[-2], "big"), frames[-1]
+        if seq == self._next_seq and not self._was_cut:
+            self._deliver(seq, payload)
+            return True
+        self._odd = seq, payload
+        return False
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         while True:
@@ -167,8 +189,8 @@ class ZmqSubscriber:
         found: dict[int, bytes] = {}
         try:
             async with asyncio.timeout(REPLAY_TIMEOUT_S):
-                await socket.send_multipart([b"", first.to_bytes(8, "big")])
-                while (frames := await socket.recv_multipart())[-2] != END.to_bytes(8, "big"):
+                await socket.send_multipart([b"", first.to_bytes(SEQ_BYTES, "big")])
+                while (frames := await socket.recv_multipart())[-2] != END:
                     seq = int.from_bytes(frames[-2], "big")
                     if seq >= first and (before is None or seq < before):
                         found[seq] = frames[-1]

@@ -1,0 +1,148 @@
+"""Messages of an engine that are in another form, come together, or come in a flood."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import pytest_asyncio
+import zmq
+from support.wait import eventually
+from support.zmq_publisher import EngineCache
+
+from kvmesh.worker.adapters.kv_events.cache_events import BlocksRemoved, BlocksStored
+from kvmesh.worker.adapters.kv_events.decoder import CLEARED, EventDecoder
+from kvmesh.worker.adapters.kv_events.inbox import TURN, Inbox
+from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
+from kvmesh.worker.adapters.kv_events.salts import PromptSalts
+from kvmesh.worker.adapters.kv_events.subscriber import ZmqSubscriber
+
+SIZE = 4
+CACHE = EngineCache(SIZE)
+
+
+def test_blocks_removed_one_by_one_and_alike_are_one_event() -> None:
+    one = {"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU"}
+    two = one | {"block_hashes": [2]}
+    events = [one, two, two | {"medium": "CPU"}, one | {"reason": "evicted"}, one, two]
+    cleared = {"type": "AllBlocksCleared"}
+    payload = msgspec.msgpack.encode([0.0, [*events, cleared, two], 0])
+    assert EventDecoder().decode(payload) == [
+        BlocksRemoved([1, 2]),
+        BlocksRemoved([2], 1),
+        BlocksRemoved([1], 0, "evicted"),
+        BlocksRemoved([1, 2]),
+        *CLEARED,
+        BlocksRemoved([2]),
+    ]
+
+
+def test_a_chunk_whose_copies_go_in_one_event_is_gone() -> None:
+    books = CacheLedger(SIZE, PromptSalts("m", SIZE).root_salt)
+    chunk = BlocksStored([501], None, bytes(8 * SIZE), 2 * SIZE, 1)
+    books.apply([chunk, chunk])
+    assert len(books.apply([BlocksRemoved([501, 501], 1)])) == 1
+    assert books.apply([BlocksRemoved([501], 1)]) == []
+    assert len(books.dump()) == 1
+
+
+class Pair:
+    """Two connected sockets; the first one's messages reach the inbox of the other."""
+
+    def __init__(self, name: str) -> None:
+        self.context = zmq.Context()
+        self.sender, self.receiver = (self.context.socket(zmq.PAIR) for _ in range(2))
+        self.sender.bind(f"inproc://{name}")
+        self.receiver.connect(f"inproc://{name}")
+        self.taken: list[list[bytes]] = []
+        self.refused = b"stop"
+        self.inbox = Inbox(self.receiver, self._take)
+
+    def _take(self, frames: list[bytes]) -> bool:
+        if frames == [b"fault"]:
+            raise LookupError("fault")
+        self.taken.append(frames)
+        return frames != [self.refused]
+
+
+@pytest_asyncio.fixture
+async def pair() -> AsyncIterator[Pair]:
+    made = Pair("inbox")
+    yield made
+    made.context.destroy(linger=0)
+
+
+async def test_messages_are_taken_until_one_is_refused(pair: Pair) -> None:
+    pair.sender.send_multipart([b"a", b"", b"b"])
+    pair.sender.send(b"stop")
+    pair.sender.send(b"later")
+    assert not await pair.inbox.read(60.0)
+    assert pair.taken == [[b"a", b"", b"b"], [b"stop"]]
+    reading = asyncio.create_task(pair.inbox.read(60.0))
+    await eventually(lambda: pair.taken[2:] == [[b"later"]])
+    pair.sender.send(b"stop")
+    assert not await reading
+
+
+async def test_a_silence_ends_the_reading(pair: Pair) -> None:
+    pair.sender.send(b"a")
+    assert await pair.inbox.read(0.01)
+    assert pair.taken == [[b"a"]]
+
+
+async def test_a_fault_of_the_receiver_reaches_the_reader(pair: Pair) -> None:
+    pair.sender.send(b"fault")
+    with pytest.raises(LookupError):
+        await pair.inbox.read(60.0)
+
+
+async def test_a_flood_leaves_the_loop_its_turns(pair: Pair) -> None:
+    turns: list[int] = []
+    loop = asyncio.get_running_loop()
+
+    def look() -> None:
+        turns.append(len(pair.taken))
+        loop.call_soon(look)
+
+    for _ in range(5 * TURN):
+        pair.sender.send(b"a")
+    pair.sender.send(b"stop")
+    loop.call_soon(look)
+    assert not await pair.inbox.read(60.0)
+    assert max(after - before for before, after in itertools.pairwise(turns)) <= TURN
+
+
+async def test_a_reading_that_is_cancelled_leaves_no_callback(pair: Pair) -> None:
+    reading = asyncio.create_task(pair.inbox.read(60.0))
+    pair.sender.send(b"a")
+    await eventually(lambda: pair.taken)
+    reading.cancel()
+    await asyncio.wait([reading])
+    loop = asyncio.get_running_loop()
+    assert not loop.remove_reader(int(pair.receiver.getsockopt(zmq.FD)))
+
+
+async def test_messages_in_another_form_are_told_and_lose_no_other(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/events"
+    delivered: list[bytes] = []
+    foreign: list[str] = []
+    with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
+        publisher.bind(endpoint)
+        subscriber = ZmqSubscriber(
+            endpoint,
+            None,
+            "",
+            on_payload=delivered.append,
+            on_restart=lambda: None,
+            on_gap=lambda count: None,
+            on_foreign=foreign.append,
+        )
+        subscriber.start()
+        await asyncio.to_thread(publisher.recv)
+        for frames in ([b"x"], [b"", b"short", b"x"], [b"", bytes(8), b"payload"]):
+            publisher.send_multipart(frames)
+        await eventually(lambda: delivered == [b"payload"])
+        await subscriber.close()
+    assert foreign == [f"a message of {count} frames is no KV event" for count in (1, 3)]
