@@ -14,6 +14,7 @@ from kvmesh.cli.supervisor.console import LogStream
 from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.cli.supervisor.mesh import SupervisedMesh
 from kvmesh.cli.supervisor.plan import ProcessSpec
+from kvmesh.cli.supervisor.restart_policy import RestartPolicy
 from kvmesh.cli.supervisor.table import render
 
 PATIENT, STUBBORN = 30.0, 0.2
@@ -141,3 +142,21 @@ async def test_a_process_that_ends_the_start_is_not_started_again() -> None:
     with pytest.raises(UpError, match="worker-0 exited with status 2 before the mesh was ready"):
         await SupervisedMesh(specs, Waiting(), log, PATIENT).run()
     assert len([line for line in lines if "refused" in line]) == 1
+
+
+class Endless(Steps):
+    """Never ready."""
+
+    async def until_ready(self, mesh: SupervisedMesh) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_starts_that_fail_end_the_mesh_however_long_each_took() -> None:
+    lines: list[str] = []
+    log = LogStream(lines.append, 10, False, False)
+    mesh = SupervisedMesh([process("worker-0", "exit 1")], Endless(), log, PATIENT)
+    for supervised in mesh.processes:  # each run counts as a stable one
+        supervised.record.policy = RestartPolicy(stable_s=0.0)
+    with pytest.raises(UpError, match="worker-0 exited with status 1 before the mesh was ready"):
+        await mesh.run()
+    assert sum("restarting" in line for line in lines) == 2
