@@ -14,6 +14,7 @@ namespace nb = nanobind;
 using namespace kvmesh;
 
 void bind_returns(nb::module_& m);
+void bind_words(nb::module_& m);
 
 namespace {
 
@@ -327,4 +328,5 @@ NB_MODULE(_native, m) {
       .def("tick", &Watchdog::tick)
       .def("stop", &Watchdog::stop);
   bind_returns(m);
+  bind_words(m);
 }
