@@ -300,6 +300,8 @@ double gather(nb::handle overlap, nb::handle loads, nb::handle slots, nb::handle
 }  // namespace
 
 NB_MODULE(_native, m) {
+  // An interpreter that ends keeps what module globals hold; that is no leak of the bindings.
+  nb::set_leak_warnings(false);
   m.doc() = "Native core of kvmesh: block hashing, the prefix index, a router's view of a fleet, rates of return, and a watchdog.";
   m.def("xxh3", &xxh3, nb::arg("data"), nb::arg("seed") = 0);
   m.def("block_hashes", &block_hashes, nb::arg("tokens"), nb::arg("block_size"),
