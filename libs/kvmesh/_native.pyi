@@ -1,4 +1,4 @@
-"""Native core: block hashes, the prefix index, engines' blocks, candidates, rates, a watchdog."""
+"""Native core: hashes, the prefix index, engines' blocks, candidates, rates, words, a watchdog."""
 
 from collections.abc import Sequence
 from typing import ClassVar, TypeAlias
@@ -53,6 +53,27 @@ def gather(
     Returns the maximum over the candidates of blocks to decode with.
     Raises ValueError if an output does not fit, IndexError for a number beyond another buffer.
     """
+
+class WordTokens:
+    """Splits ASCII text into a pre-tokenizer's words, and caches their tokens.
+
+    `patterns` are those of `kvmesh.frontend.tokenizer.word_patterns`; each splits the words of the
+    one before. The cache has 65,536 words of at most 30 characters and 6 tokens, in 4 MiB;
+    `seed` hides from clients which of them share a place. Calls hold the GIL, and raise ValueError
+    for text beyond ASCII.
+    """
+
+    def __init__(
+        self, patterns: list[list[tuple[int, bytes, int, int, tuple[int, ...]]]], seed: int
+    ) -> None: ...
+    def words(self, text: str) -> list[str]:
+        """The words of a text, in order."""
+
+    def find(self, text: str) -> list[bytes | str]:
+        """The words of a text, in order: packed tokens of known ones, and single unknown words."""
+
+    def keep(self, word: str, tokens: bytes) -> None:
+        """Keep the packed tokens of a word, unless it is too long."""
 
 class NativePrefixIndex:
     """The `PrefixIndex` of `kvmesh.index.interface`; every call releases the GIL."""

@@ -16,6 +16,7 @@ using namespace kvmesh;
 
 void bind_engine_events(nb::module_& m);
 void bind_returns(nb::module_& m);
+void bind_words(nb::module_& m);
 
 namespace {
 
@@ -270,6 +271,8 @@ double gather(nb::handle overlap, nb::handle loads, nb::handle slots, nb::handle
 }  // namespace
 
 NB_MODULE(_native, m) {
+  // An interpreter that ends keeps what module globals hold; that is no leak of the bindings.
+  nb::set_leak_warnings(false);
   m.doc() = "Native core of kvmesh: block hashing, the prefix index, an engine's blocks, a router's view of a fleet, rates of return, and a watchdog.";
   m.def("xxh3", &xxh3, nb::arg("data"), nb::arg("seed") = 0);
   m.def("block_hashes", &block_hashes, nb::arg("tokens"), nb::arg("block_size"),
@@ -299,4 +302,5 @@ NB_MODULE(_native, m) {
       .def("stop", &Watchdog::stop);
   bind_engine_events(m);
   bind_returns(m);
+  bind_words(m);
 }

@@ -21,6 +21,7 @@ from kvmesh.bus.faults import REFUSED
 from kvmesh.bus.messages import Instance, encode
 from kvmesh.bus.streams.configuration import StreamLimits, expect_streams
 from kvmesh.bus.streams.keeper import keeper_of
+from kvmesh.bus.ticks import next_tick
 
 log = logging.getLogger(__name__)
 STATE, REFUSED_STATE = "state", "refused"  # a label of the card, and its value
@@ -243,13 +244,12 @@ class Lease:
                 self._note_failure(loop.time(), slept_at)
 
     async def _due(self, wait_s: float) -> None:
-        """Return after `wait_s` seconds, soon after a reconnect, or for a fault on the card.
+        """Return within `wait_s` seconds, soon after a reconnect, or for a fault on the card.
 
-        A process that has reconnected answers what waits for it first.
+        A process that has reconnected answers what waits for it first. Otherwise the processes of a
+        machine renew at the same time, so that they wake the readers together.
         """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                await self._due_now.wait()
+        await next_tick(wait_s, self._due_now)
         if self._due_now.is_set():
             await asyncio.sleep(random.uniform(RETRY_S / 5, RETRY_S))
             self._due_now.clear()

@@ -227,8 +227,8 @@ class StreamKeeper:
         self._absent, self._made_at = absent, _now()
         self._looks_due -= 1
         if missing or self._looks_due <= 0:
-            for name in list(self._bus.specs):
-                await self._look(name)
+            # together: each alone would wake this process and the server
+            await asyncio.gather(*(self._look(name) for name in self._bus.specs))
             self._looks_due = 1 if self._tells else self._readers // READERS_PER_LOOK
 
     async def _found(self) -> set[str]:

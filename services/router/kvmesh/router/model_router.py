@@ -99,6 +99,7 @@ class ModelRouter:
         self._serving = False
         self._leaving = False
         self._lookups = 0  # of requests to place, in flight
+        self._unrecorded: list[Decision | Refused | None] = []
         self._calls: dict[str, RouteCall] = {}
         self._subscriptions: list[Subscription] = []
         self._replied: deque[tuple[float, Reply, object]] = deque()  # of the last REPEAT_S seconds
@@ -274,7 +275,7 @@ class ModelRouter:
             self._execute(self.queue.place_ready(monotonic()))
 
     def _execute(self, actions: QueueActions) -> None:
-        """Publish, reply, record, in one write.
+        """Publish and reply in one write; decisions follow, so that no reply waits for them.
 
         The stream must have a request's `SeqAdd` before its caller can send the `SeqFree`.
         """
@@ -286,7 +287,13 @@ class ModelRouter:
             self._note_wait(ticket)
         if actions.loads:
             self._orders.send(actions.loads)
-        records = [encode(r) for each in actions.done if (r := self._record(each.result))]
+        if actions.done and not self._unrecorded:
+            self._loop.call_soon(self._publish_decisions)
+        self._unrecorded += [each.result for each in actions.done]
+
+    def _publish_decisions(self) -> None:
+        results, self._unrecorded = self._unrecorded, []
+        records = [encode(r) for each in results if (r := self._record(each))]
         for data in packed(records) if self._directory.packs else records:
             self._bus.post(self._route_subject, Raw(data))
 

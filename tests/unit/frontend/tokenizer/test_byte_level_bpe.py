@@ -2,6 +2,7 @@
 
 from array import array
 from functools import cache
+from itertools import chain
 
 import pytest
 from hypothesis import example, given, settings
@@ -9,11 +10,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer, Sequence, Split
 
+from kvmesh._native import WordTokens
 from kvmesh.demo import model_dir
 from kvmesh.frontend.tokenizer import pretokenizer
 from kvmesh.frontend.tokenizer.byte_level_bpe import WordEncoder, WordMemo
 from kvmesh.frontend.tokenizer.encoder import TextEncoder
-from kvmesh.frontend.tokenizer.pretokenizer import UnsupportedTokenizer
+from kvmesh.frontend.tokenizer.pretokenizer import Splitter, UnsupportedTokenizer
 from kvmesh.frontend.tokenizer.text_slices import SLICE, split_at_words
 
 TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -105,6 +107,22 @@ def test_tokens_equal_those_of_the_library(name: str, text: str) -> None:
         assert max(normalizers.NFC().normalize_str(text)) > "\uffff" or max(text) > "\uffff"
     else:
         assert array("I", found).tolist() == whole
+
+
+ascii_texts = st.one_of(
+    st.text(st.characters(max_codepoint=127)),
+    st.lists(st.sampled_from([p for p in PIECES if p.isascii()]), max_size=20).map("".join),
+)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@settings(max_examples=100)
+@given(ascii_texts)
+def test_native_words_are_those_of_the_python_splitter(name: str, text: str) -> None:
+    splitter = Splitter(pipeline(name))
+    patterns = splitter.native_patterns()
+    assert patterns is not None
+    assert WordTokens(patterns, 0).words(text) == list(chain.from_iterable(splitter.words(text)))
 
 
 @pytest.mark.parametrize("name", PIPELINES)

@@ -136,7 +136,7 @@ class GenerateEndpoint:
         """Open the stream once workers accepted the request, or when a keep-alive is due."""
         await active.accepted(self._dependencies.settings.keepalive_s)
         try:
-            await stream.open(call.renderer.begin())
+            await stream.open(call.renderer.begin(), active.flush)
             self._dependencies.stream_supervisor.add(stream, api.keepalive, active.flush)
             return await stream.close(await self._last_frames(stream, active, call))
         finally:

@@ -35,6 +35,7 @@ class EventStream:
         self._http = http
         self._response = _Response(headers=HEADERS)
         self._transport: asyncio.Transport | None = None
+        self._first: list[bytes] | None = None  # frames that leave with the headers
         self._chunked = http.version >= HttpVersion11
         self._loop = asyncio.get_running_loop()
         self.wrote_at = 0.0
@@ -45,13 +46,16 @@ class EventStream:
     def is_open(self) -> bool:
         return self._transport is not None
 
-    async def open(self, first: bytes) -> None:
-        """Send the headers with the first frame."""
+    async def open(self, first: bytes, flush: Callable[[], None]) -> None:
+        """Send the headers with the first frame and with those that `flush` writes."""
         await self._response.prepare(self._http)
-        await self._response.write(first)
         self._transport = self._http.transport
         if self._transport is None:
             raise ConnectionResetError("the client has disconnected")
+        self._first = frames = [first]
+        flush()
+        self._first = None
+        await self._response.write(b"".join(frames))
         self.wrote_at = self._loop.time()
 
     @property
@@ -69,6 +73,9 @@ class EventStream:
 
     def write(self, frame: bytes) -> None:
         transport = self._transport
+        if self._first is not None:
+            self._first.append(frame)
+            return
         if transport is None or transport.is_closing():
             return
         if self._chunked:

@@ -20,7 +20,7 @@ from kvmesh.frontend.tokenizer.text_slices import check_runs
 from kvmesh.hashing import TOKEN_BYTES
 
 LONG_TEXT = 8192
-SLICE_TOKENS = 4096
+STEP_BYTES = 64 << 10  # of packed tokens, after which others have their turn
 MAX_CHAR_BYTES = 4  # of UTF-8
 
 
@@ -114,13 +114,15 @@ def _collect(
     slices: Iterator[bytes], model: ServedModel, limit: int | None, count: int = 0
 ) -> Steps[bytes]:
     """The tokens of a text after `count` others; raises ContextExceeded beyond `limit`."""
-    parts, most = [], limit or model.card.context
+    parts, most, size = [], limit or model.card.context, 0
     for tokens in slices:
         parts.append(tokens)
+        size += len(tokens)
         count += len(tokens) // TOKEN_BYTES
         if count > most:
             raise ContextExceeded(count, None, model.card.context, at_least=True)
-        if len(tokens) >= SLICE_TOKENS or not tokens:
+        if size >= STEP_BYTES or not tokens:
+            size = 0
             yield
     return b"".join(parts)
 

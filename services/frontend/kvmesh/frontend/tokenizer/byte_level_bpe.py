@@ -1,24 +1,36 @@
 """Byte-level BPE with a memo of words: a word's tokens do not depend on its context.
 
 The `tokenizers` library splits every text anew, which is the largest cost of preprocessing a
-prompt. Here a Python pattern finds the words and a memo holds their tokens; only words that were
-not seen lately reach the library's model.
+prompt. Here a memo holds the tokens of words; only words that were not seen lately reach the
+library's model. Native code finds the words of ASCII text, a Python pattern those of other text.
 """
 
 import re
+import secrets
 from array import array
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 
+from kvmesh._native import WordTokens
 from kvmesh.frontend.tokenizer.detokenizer import CHAR_OF_BYTE
 from kvmesh.frontend.tokenizer.pretokenizer import Splitter, UnsupportedTokenizer
-from kvmesh.frontend.tokenizer.text_slices import SLICE, alternation, find_all, split_for_nfc
+from kvmesh.frontend.tokenizer.text_slices import (
+    SAMPLE_TEXT,
+    SLICE,
+    alternation,
+    find_all,
+    split_at_words,
+    split_for_nfc,
+)
 
 LONGEST_WORD = 48
 WORDS = 32_768
 HUGE_WORD = 4096  # characters; longer words are tokenized without holding the GIL
+LONGEST_PART = 2 * SLICE
+MIXED_SLICE = 512  # characters of text that is not all ASCII, of which parts may be
 NFC_SHRINK = 3  # bytes of a text that NFC may turn into one
 
 
@@ -74,6 +86,7 @@ class WordEncoder:
         self._splitter = Splitter(tokenizer)
         self._normalizer = tokenizer.normalizer
         self._memo = WordMemo(model)
+        self._native = _native_words(self._splitter)
         added = tokenizer.get_added_tokens_decoder()
         self._added = {token.content: packed([token_id]) for token_id, token in added.items()}
         self._longest_added = max(map(len, self._added), default=0)
@@ -135,9 +148,36 @@ class WordEncoder:
         return text
 
     def _plain(self, text: str) -> Iterator[bytes]:
+        parts: Iterable[str] = (text,)
+        if self._splitter.splittable:
+            parts = split_at_words(text, SLICE if text.isascii() else MIXED_SLICE)
         tokens_of = self._memo.__getitem__
-        for words in self._splitter.words(text):
-            yield b"".join(map(tokens_of, words))
+        for part in parts:
+            if self._native is not None and part.isascii() and len(part) <= LONGEST_PART:
+                yield self._known(self._native, part)
+                continue
+            for words in self._splitter.words(part):
+                yield b"".join(map(tokens_of, words))
+
+    def _known(self, native: WordTokens, text: str) -> bytes:
+        """Packed tokens of ASCII text; `native` gets those of words that are new to it."""
+        found = native.find(text)
+        for at, part in enumerate(found):
+            if isinstance(part, str):
+                found[at] = tokens = self._memo[part]
+                native.keep(part, tokens)
+        return b"".join(found)  # type: ignore[arg-type]  # no text is left
+
+
+def _native_words(splitter: Splitter) -> WordTokens | None:
+    """The native splitter and memo; None if it does not split like the Python one."""
+    patterns = splitter.native_patterns()
+    if patterns is None:
+        return None
+    native = WordTokens(patterns, secrets.randbits(64))
+    sample = SAMPLE_TEXT.encode("ascii", "ignore").decode()
+    same = native.words(sample) == list(chain.from_iterable(splitter.words(sample)))
+    return native if same else None
 
 
 def packed(ids: list[int]) -> bytes:

@@ -18,6 +18,12 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.pre_tokenizers import Split
 
 from kvmesh.frontend.tokenizer.text_slices import SAMPLE_TEXT, SLICE, split_at_words
+from kvmesh.frontend.tokenizer.word_patterns import (
+    Element,
+    Node,
+    UnsupportedPattern,
+    word_pattern,
+)
 
 BATCH = 2048
 SMALL_BATCH = 4  # words found while holding the GIL in long texts, where words may be long
@@ -43,17 +49,30 @@ class UnsupportedTokenizer(Exception):
 
 
 class Splitter:
-    """Splits text into the tokenizer's words; raises UnsupportedTokenizer if it cannot."""
+    """Splits text into the tokenizer's words; raises UnsupportedTokenizer if it cannot.
+
+    `splittable`: the words of the parts of `split_at_words` are those of the text.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        elements = [translate(expression) for expression in _expressions(tokenizer)]
         try:
-            self._patterns = [re.compile(translate(e)) for e in _expressions(tokenizer)]
+            self._patterns = [re.compile("".join(each.text for each in e)) for e in elements]
         except re.error as error:
             raise UnsupportedTokenizer(f"Python cannot read a pattern: {error}") from error
         if any(pattern.match("") for pattern in self._patterns):
             raise UnsupportedTokenizer("a word may be empty")
         parts = (words for part in split_at_words(SAMPLE_TEXT, 1) for words in self._words(part))
-        self._splittable = [*chain(*parts)] == [*chain(*self._words(SAMPLE_TEXT))]
+        self.splittable = [*chain(*parts)] == [*chain(*self._words(SAMPLE_TEXT))]
+
+        self._elements = elements
+
+    def native_patterns(self) -> list[list[Node]] | None:
+        """The patterns for `kvmesh._native.WordTokens`; None if it does not implement one."""
+        try:
+            return [word_pattern(elements) for elements in self._elements]
+        except UnsupportedPattern:
+            return None
 
     def supports(self, text: str) -> bool:
         """True if the classes of all characters of `text` are known."""
@@ -61,7 +80,7 @@ class Splitter:
 
     def words(self, text: str) -> Iterator[list[str]]:
         """All words of a supported text, in batches."""
-        for part in split_at_words(text) if self._splittable else (text,):
+        for part in split_at_words(text) if self.splittable else (text,):
             yield from self._words(part)
 
     def _words(self, text: str) -> Iterator[list[str]]:
@@ -138,9 +157,9 @@ def _expression(step: _Step) -> str:
     return step.pattern["Regex"]
 
 
-def translate(expression: str) -> str:
+def translate(expression: str) -> list[Element]:
     """Translate Oniguruma's regular expression to Python's, equivalent for supported texts."""
-    parts: list[str] = []
+    elements: list[Element] = []
     folding: list[bool] = [False]
     pos = 0
     while pos < len(expression):
@@ -152,8 +171,9 @@ def translate(expression: str) -> str:
             folding.append(folding[-1] or found["open"] == "(?i:")
         elif found["close"] is not None and len(folding) > 1:
             folding.pop()
-        parts.append(_translate_element(found, folding[-1]))
-    return "".join(parts)
+        is_symbol = found.lastgroup in ("open", "close", "bar", "repeat")
+        elements.append(Element(_translate_element(found, folding[-1]), is_symbol))
+    return elements
 
 
 def _translate_element(found: "re.Match[str]", fold: bool) -> str:

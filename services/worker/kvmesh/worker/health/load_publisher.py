@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from math import ceil
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Load
@@ -15,9 +16,10 @@ class LoadPublisher:
     """Publishes the result of `load` at most every `interval_s` seconds while it changes.
 
     It is read each interval while a rank has requests, since an engine may make progress without
-    output, otherwise after a call of `changed` and once per HEARTBEAT_S, when an unchanged one is
-    repeated. Sending it along with output saves a wakeup of the process. While a rank only decodes,
-    every third load is published: each one wakes all routers and indexers.
+    output, otherwise after a call of `changed` and at each multiple of HEARTBEAT_S on the loop's
+    clock, when an unchanged one is repeated: so the workers of a machine that rest wake their
+    readers together. Sending it along with output saves a wakeup of the process. While a rank only
+    decodes, every third load is published: each one wakes all routers and indexers.
     """
 
     def __init__(
@@ -60,10 +62,12 @@ class LoadPublisher:
             self._arm(self._interval_s)
 
     def _arm(self, seconds: float) -> None:
-        """Look at the load so many seconds after the last one."""
+        """Look at the load so many seconds after the last one, or at the next heartbeat."""
         if self._timer is not None:
             self._timer.cancel()
         self._due_at = self._sent_at + seconds
+        if seconds == HEARTBEAT_S:
+            self._due_at = ceil(self._sent_at / HEARTBEAT_S + 0.5) * HEARTBEAT_S
         self._timer = self._loop.call_at(self._due_at, self._on_time)
 
     def _on_time(self) -> None:
@@ -83,7 +87,7 @@ class LoadPublisher:
 
     def _due_after(self, loads: list[Load]) -> float:
         """Seconds after the last message at which these loads are due."""
-        longest = HEARTBEAT_S - self._interval_s / 2
+        longest = max(HEARTBEAT_S - self._interval_s, 0.0) / 2
         if loads == self._last:
             return longest
         if [_work(load) for load in loads] == [_work(load) for load in self._last]:
