@@ -188,8 +188,8 @@ $(SGLANG_VENV)/.installed: pyproject.toml $(NATIVE)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --editable . \
 	  --config-settings=build-dir=$(SGLANG_VENV)/build/{wheel_tag}
 	$(SGLANG_VENV)/bin/python -m pip install --quiet apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 \
-	  dill gguf ipython openai orjson partial-json-parser pillow pybase64 'pytest>=9.2' 'pytest-asyncio>=1.5' \
-	  'pytest-timeout>=2.4' pyzmq requests sentencepiece starlette transformers==5.19.0 triton
+	  dill gguf 'hypothesis>=6.170' ipython openai orjson partial-json-parser pillow pybase64 'pytest>=9.2' 'pytest-asyncio>=1.5' \
+	  'pytest-timeout>=2.4' pyzmq requests sentencepiece starlette 'psutil>=7' transformers==5.19.0 triton
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps sglang==0.5.23
 	touch $@
 
