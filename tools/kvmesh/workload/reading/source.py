@@ -6,6 +6,7 @@ import io
 import zlib
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,7 +61,7 @@ class TraceFile:
     @cached_property
     def head(self) -> list[bytes]:
         """The first lines that are not blank."""
-        return [line for (_, line), _ in zip(self.lines(), range(PEEKED_LINES), strict=False)]
+        return [line for _, line in islice(self.lines(), PEEKED_LINES)]
 
     @cached_property
     def is_json(self) -> bool:
@@ -97,10 +98,9 @@ class TraceFile:
         return TraceError(self.path, [Problem(line, reason, "", self.path, hint)])
 
     def _open(self) -> BinaryIO:
-        stream = self.path.open("rb")
-        zipped = stream.read(2) == _GZIP
-        stream.seek(0)
-        return io.BufferedReader(gzip.GzipFile(fileobj=stream)) if zipped else stream
+        with self.path.open("rb") as stream:
+            zipped = stream.read(2) == _GZIP
+        return io.BufferedReader(gzip.open(self.path)) if zipped else self.path.open("rb")
 
 
 EXCESS = ""
