@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -15,6 +16,7 @@ from kvmesh.simulator.engines import BLOCK_SIZE, mock_core
 from kvmesh.simulator.options import SimulationError, WorkerOptions
 from kvmesh.simulator.report.tables import show
 from kvmesh.step_times.profile import StepProfileError
+from kvmesh.workload.analysis.memory import memory_line
 from kvmesh.workload.errors import WorkloadError
 
 WORKERS = 4
@@ -40,7 +42,12 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         return 2
     title = f"{title_of(arguments.sources)}, {counted(len(workload), 'request')}"
     if summary:
-        print(summary)
+        print(f"{summary}\n{memory_line(workload, tokens_held(options[0].workers))}")
     status = write("simulate", arguments, title, runs)
     show([result for _, result in runs], Console())
     return status
+
+
+def tokens_held(workers: Sequence[WorkerOptions]) -> int:
+    """Prompt tokens that the engines of a fleet hold."""
+    return sum(group.count * group.core.blocks * group.core.limits.block_size for group in workers)

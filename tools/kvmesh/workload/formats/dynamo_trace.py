@@ -71,7 +71,7 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
     reader.report()
     rows = [row for members in reader.sessions.values() for row in members]
     for members in reader.sessions.values():
-        follow(members)
+        follow(members, overlapping_on_time=True)
         _name_waits(members, reader.tools.get(members[0].session or "", []))
     match_block_ids(rows, files, repairs)
     return Assembly(files, repairs).trace(rows, found=reader.found)
