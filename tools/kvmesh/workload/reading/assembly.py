@@ -143,6 +143,10 @@ class Assembly:
 
     def _assemble(self, rows: list[TraceRow]) -> None:
         before = self._predecessors(rows)
+        if not any(before):
+            for row in rows:
+                self._add(row, ())
+            return
         for index in topological_order(before, lambda index: self._note_cycle(rows[index])):
             after = tuple(sorted(self._round_of[other] for other in before[index]))
             self._round_of[index] = len(self._rounds)
@@ -206,6 +210,7 @@ class Assembly:
         if self.by_content:
             return builder.add_contents(row.ids), row.input_length
         branch = builder.add(row.ids)
+        row.ids = ()  # the tree holds them now
         for block in builder.conflicts:
             reason = f"hash id {block} follows another block elsewhere"
             self._note(row, reason, "renamed", RENAME_HINT)
