@@ -168,7 +168,7 @@ def test_a_window_cuts_sessions_and_keeps_their_prompts() -> None:
 def test_long_waits_are_shortened() -> None:
     workload, repairs = read("weka", max_wait_s=5)
     assert max(r.at_s for r in workload.rounds if r.after) == 5
-    assert "shortened 1 waits to 5 s" in repairs.notes
+    assert "shortened 1 wait to 5 s" in repairs.notes
 
 
 def rows(folder: Path, *lines: dict[str, Any] | str) -> str:

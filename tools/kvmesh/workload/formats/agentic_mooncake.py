@@ -68,7 +68,7 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
             try:
                 fields = msgspec.json.decode(record, type=dict)
                 one = parsed(fields, AgenticRow, NAMES)
-                row = _row(one, header, options, number, line)
+                row = _row(one, header, number, line)
             except msgspec.MsgspecError as error:
                 repairs.note(line, reason_of(error), "dropped the line")
                 continue
@@ -96,10 +96,8 @@ def _header(file: TraceFile, record: tuple[int, bytes]) -> AgenticHeader:
     return header
 
 
-def _row(
-    one: AgenticRow, header: AgenticHeader, options: ReadOptions, file: int, line: int
-) -> TraceRow:
-    size = options.trace_block_size or header.block_size
+def _row(one: AgenticRow, header: AgenticHeader, file: int, line: int) -> TraceRow:
+    size = header.block_size
     tokens = one.input_length or one.input_tokens or len(one.hash_ids) * size
     if not tokens:
         raise msgspec.ValidationError("Object missing required field `input_length`")

@@ -63,7 +63,7 @@ class DynamoRecord(Struct, kw_only=True):
 
 def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> ReadTrace:
     """The trace in the files; raises TraceError or OSError."""
-    reader = _Reader(options, repairs)
+    reader = _Reader(repairs)
     for number, file in enumerate(files):
         repairs.file = file.path
         for line, record in file.records():
@@ -78,11 +78,10 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
 
 
 class _Reader:
-    def __init__(self, options: ReadOptions, repairs: Repairs) -> None:
+    def __init__(self, repairs: Repairs) -> None:
         self.sessions: dict[str, list[TraceRow]] = {}
         self.tools: dict[str, list[tuple[float, str]]] = {}
         self.found = 0
-        self._options = options
         self._repairs = repairs
         self._without_hashes = 0
 
@@ -131,7 +130,7 @@ class _Reader:
             input_length=tokens,
             output_length=output,
             ids=packed(replay.input_sequence_hashes) if replay else [],
-            block_size=self._options.trace_block_size or (replay.trace_block_size if replay else 1),
+            block_size=replay.trace_block_size if replay else 1,
             time=begin,
             end=begin + took if took else max(begin, record.event_time_unix_ms),
             delay=-1.0,

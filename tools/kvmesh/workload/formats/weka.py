@@ -100,7 +100,6 @@ class _Reader:
         self._requests = 0
         self._names: set[str] = set()
         self._repairs = repairs
-        self._options = options
         self._unit = options.milliseconds("s")
         self._relative = _relative(files)
         self._scope = self._size = 0
@@ -111,7 +110,7 @@ class _Reader:
         self.sessions += 1
         self._line = (file, line)
         self._scope = self.sessions if session.hash_id_scope == "local" else 0
-        self._size = self._options.trace_block_size or session.block_size
+        self._size = session.block_size
         name = f"{session.id}"
         if name in self._names:
             name = f"{name}-{self.sessions}"

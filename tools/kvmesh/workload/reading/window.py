@@ -2,6 +2,7 @@
 
 from msgspec import structs
 
+from kvmesh.runtime.quantities import counted
 from kvmesh.workload.errors import Repairs, WorkloadError
 from kvmesh.workload.model import Round, Session, Workload
 from kvmesh.workload.reading.options import ReadOptions
@@ -30,7 +31,7 @@ def adjusted(
     most = options.max_wait_s
     longer = sum(bool(round_.after) and round_.at_s > most for round_ in workload.rounds)
     if longer:
-        repairs.assume(f"shortened {longer:,} waits to {most:g} s")
+        repairs.assume(f"shortened {counted(longer, 'wait')} to {most:g} s")
         rounds = [_shortened(round_, most) for round_ in workload.rounds]
         workload = structs.replace(workload, rounds=rounds)
     return workload
