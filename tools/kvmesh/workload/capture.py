@@ -19,8 +19,8 @@ from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.workload.analysis.sharing import link_outputs
 from kvmesh.workload.errors import WorkloadError
-from kvmesh.workload.formats.mooncake import TreeBuilder
 from kvmesh.workload.model import Round, Session, Workload, wait_of
+from kvmesh.workload.reading.tree_builder import TreeBuilder
 from kvmesh.workload.tree import Tree
 
 _events: MessageDecoder[RouteEvent] = MessageDecoder(RouteEvent)

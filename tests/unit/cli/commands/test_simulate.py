@@ -191,3 +191,16 @@ def test_invalid_options_are_rejected_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("kvmesh simulate: ")
     assert reason in line
+
+
+def test_the_head_names_the_trace_and_its_ideal_shares(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,4\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", str(trace), "--workers", "2"])
+    assert not ended.value.code
+    head = capsys.readouterr().out.splitlines()[:2]
+    assert head[0] == "trace.csv: Azure's LLM inference trace, 1 request in 1 session, 0.00 h"
+    assert head[1].startswith("ideal share 0.0% with infinite memory, 0.0% with this fleet's ")

@@ -6,11 +6,12 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
 from kvmesh.bus.messages import Candidate, Decision, Hints, Outcome
-from kvmesh.cli.session_trace.dynamo import trace_records
+from kvmesh.cli.session_trace.dynamo import Form, trace_records
 from kvmesh.cli.session_trace.table import turn_table
 from kvmesh.cli.session_trace.timeline import perfetto_timeline
 from kvmesh.cli.session_trace.turns import (
@@ -21,8 +22,10 @@ from kvmesh.cli.session_trace.turns import (
     session_turns,
 )
 from kvmesh.frontend.namespaces import SEPARATOR
+from kvmesh.workload.analysis.analysis import analyze
 from kvmesh.workload.capture import CapturedRound, Recorder, assemble
 from kvmesh.workload.formats.mooncake_write import write
+from kvmesh.workload.formats.registry import load
 
 T0 = 1_700_000_000.0
 
@@ -190,3 +193,25 @@ def test_the_table_shows_what_each_turn_waited_for() -> None:
     assert "prefiller → decoder" in first
     assert "tools 3.00 s" in second
     assert "40%" in second
+
+
+@pytest.mark.parametrize("form", ["request", "agent"])
+def test_what_is_written_for_dynamo_is_read_as_captured(tmp_path: Path, form: Form) -> None:
+    rounds = [
+        round_of("a", 0.0),
+        round_of("child", 1.0, "s/x", "s"),
+        round_of("b", 5.0, finish="cancelled"),
+        round_of("overlapping", 6.0),
+    ]
+    file = tmp_path / "trace.jsonl"
+    file.write_bytes(b"".join(line + b"\n" for line in trace_records(turns(*rounds), form)))
+    captured, (again, _) = assemble(rounds), load(str(file))
+    assert [session.name for session in again.sessions] == ["s", "s/x"]
+    assert [s.parent for s in again.sessions] == [s.parent for s in captured.sessions]
+    for one, other in zip(captured.rounds, again.rounds, strict=True):
+        assert (one.session, one.after, one.wait) == (other.session, other.after, other.wait)
+        # A capture counts from the arrival at the router, a trace from that at the frontend.
+        assert one.at_s == pytest.approx(other.at_s, abs=0.102)
+        assert (one.input_tokens, one.output_tokens) == (other.input_tokens, other.output_tokens)
+        assert one.abort_after == other.abort_after
+    assert analyze(again).ideal_hit_share == analyze(captured).ideal_hit_share

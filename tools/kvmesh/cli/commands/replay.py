@@ -4,17 +4,14 @@ import argparse
 import os
 
 from kvmesh.cli.arguments import positive, result_file
+from kvmesh.cli.traces.options import SOURCES, add_trace_options, read_options
 from kvmesh.settings import Settings
 from kvmesh.workload.replay.replay import run as replay
 
-TRACE = (
-    "a trace (.jsonl, .csv, .json), an agent profile (.toml) or a shipped profile such as `demo`"
-)
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s TRACE [options]"
-    parser.add_argument("trace", metavar="TRACE", help=TRACE)
+    parser.usage = "%(prog)s TRACE … [options]"
+    parser.add_argument("trace", nargs="+", metavar="TRACE", help=SOURCES)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="server (%(default)s)")
     parser.add_argument("--model", help="model name (the first that the server lists)")
     parser.add_argument("--limit", type=positive, metavar="N", help="send the first N only")
@@ -52,10 +49,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="seed of prompts and profiles; prompts of two seeds share no prefix (%(default)s)",
     )
-    parser.add_argument("--repair", action="store_true", help="repair an invalid trace")
     parser.add_argument(
         "--json", type=result_file, metavar="FILE", help="write the figures as JSON"
     )
+    add_trace_options(parser)
 
 
 def above_zero(text: str) -> float:
@@ -73,4 +70,4 @@ def natural(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
-    return replay(arguments)
+    return replay(arguments, read_options(arguments))

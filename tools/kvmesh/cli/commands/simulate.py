@@ -2,12 +2,13 @@
 
 import argparse
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
 from rich.console import Console
 
 from kvmesh.cli.arguments import positive
 from kvmesh.cli.scenario import add_scenario, scenarios, simulate, write
+from kvmesh.cli.traces.options import SOURCES, add_trace_options, load_trace, title_of
 from kvmesh.router.errors import RouterConfigError
 from kvmesh.runtime.quantities import counted
 from kvmesh.settings import Settings
@@ -15,27 +16,23 @@ from kvmesh.simulator.engines import BLOCK_SIZE, mock_core
 from kvmesh.simulator.options import SimulationError, WorkerOptions
 from kvmesh.simulator.report.tables import show
 from kvmesh.step_times.profile import StepProfileError
+from kvmesh.workload.analysis.memory import memory_line
 from kvmesh.workload.errors import WorkloadError
-from kvmesh.workload.formats.registry import load
 
 WORKERS = 4
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s WORKLOAD [options]"
-    parser.add_argument(
-        "source", metavar="WORKLOAD", help="a trace, a profile or a shipped profile's name"
-    )
+    parser.usage = "%(prog)s WORKLOAD … [options]"
+    parser.add_argument("sources", nargs="+", metavar="WORKLOAD", help=SOURCES)
     parser.add_argument("--limit", type=positive, metavar="N", help="only the first N requests")
-    parser.add_argument("--repair", action="store_true", help="repair an invalid trace")
     add_scenario(parser, str(WORKERS), str(BLOCK_SIZE), "none")
+    add_trace_options(parser)
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     try:
-        workload, repairs = load(arguments.source, arguments.repair, arguments.seed)
-        for line in repairs.lines():
-            print(line, file=sys.stderr)
+        workload, summary = load_trace(arguments, arguments.sources, arguments.seed)
         workload = workload.first(arguments.limit)
         core = mock_core(settings.mock, arguments.block_size or BLOCK_SIZE)
         options = scenarios(arguments, settings, (WorkerOptions(WORKERS, core),))
@@ -43,7 +40,14 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     except (WorkloadError, SimulationError, RouterConfigError, StepProfileError, OSError) as error:
         print(f"kvmesh simulate: {error}", file=sys.stderr)
         return 2
-    title = f"{Path(arguments.source).name}, {counted(len(workload), 'request')}"
+    title = f"{title_of(arguments.sources)}, {counted(len(workload), 'request')}"
+    if summary:
+        print(f"{summary}\n{memory_line(workload, tokens_held(options[0].workers))}")
     status = write("simulate", arguments, title, runs)
     show([result for _, result in runs], Console())
     return status
+
+
+def tokens_held(workers: Sequence[WorkerOptions]) -> int:
+    """Prompt tokens that the engines of a fleet hold."""
+    return sum(group.count * group.core.blocks * group.core.limits.block_size for group in workers)

@@ -11,15 +11,15 @@ from rich.console import Console
 from kvmesh.bus.client import Bus
 from kvmesh.cli.arguments import moment, positive, result_file
 from kvmesh.cli.flags import FlagParser, add_flags
+from kvmesh.cli.traces.options import SOURCES, add_trace_options, load_trace
 from kvmesh.runtime.quantities import counted
 from kvmesh.settings import Settings
 from kvmesh.workload.analysis.analysis import analyze
 from kvmesh.workload.analysis.tables import show
 from kvmesh.workload.errors import WorkloadError
-from kvmesh.workload.formats.registry import SUFFIXES, load, save
+from kvmesh.workload.formats.registry import SUFFIXES, save
 from kvmesh.workload.model import Workload
 
-SOURCE = "a trace (.jsonl, .csv, .json), an agent profile (.toml) or a shipped profile's name"
 FILES = "file to write; its suffix sets the format: " + ", ".join(
     f"{suffix} {name}" for suffix, name in SUFFIXES.items()
 )
@@ -56,8 +56,8 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
 
 def _source(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SOURCE", help=SOURCE)
-    parser.add_argument("--repair", action="store_true", help="repair an invalid trace")
+    parser.add_argument("sources", nargs="+", metavar="SOURCE", help=SOURCES)
+    add_trace_options(parser)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed")
 
 
@@ -73,9 +73,9 @@ def _block_size(parser: argparse.ArgumentParser, help_text: str) -> None:
 
 
 def _load(arguments: argparse.Namespace) -> Workload:
-    workload, repairs = load(arguments.source, arguments.repair, arguments.seed)
-    for line in repairs.lines():
-        print(line, file=sys.stderr)
+    workload, summary = load_trace(arguments, arguments.sources, arguments.seed)
+    if summary:
+        print(summary)
     return workload
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 import msgspec
 from msgspec import Struct
@@ -13,6 +12,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.cli.arguments import moment, result_file, seconds
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.planning.timeline import ServiceTime, Timeline, from_captured, from_workload
+from kvmesh.cli.traces.options import SOURCES, add_trace_options, load_trace, title_of
 from kvmesh.planner.prediction.interface import PredictorError
 from kvmesh.planner.prediction.registry import predictor_names
 from kvmesh.planner.prediction.scoring import (
@@ -25,7 +25,6 @@ from kvmesh.planner.prediction.scoring import (
 from kvmesh.settings import Settings
 from kvmesh.workload.capture import CapturedRound, capture
 from kvmesh.workload.errors import WorkloadError
-from kvmesh.workload.formats.registry import load
 
 HELP = "score the predictors of arrivals on past traffic or on a workload"
 
@@ -42,9 +41,9 @@ class BacktestReport(Struct, frozen=True, kw_only=True):
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "workload",
-        nargs="?",
+        nargs="*",
         metavar="WORKLOAD",
-        help="a trace, an agent profile or a shipped profile's name, instead of live traffic",
+        help=f"{SOURCES}, instead of live traffic",
     )
     parser.add_argument(
         "--since",
@@ -91,10 +90,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", type=result_file, metavar="FILE", help="write the figures as JSON"
     )
+    add_trace_options(parser)
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
-    if arguments.workload is not None:
+    if arguments.workload:
         return _on_workload(arguments)
     captured: list[CapturedRound] = []
 
@@ -114,13 +114,11 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
 def _on_workload(arguments: argparse.Namespace) -> int:
     try:
-        workload, repairs = load(arguments.workload, seed=arguments.seed)
+        workload, _ = load_trace(arguments, arguments.workload, arguments.seed)
     except (WorkloadError, OSError) as error:
         return _failed(error)
-    for line in repairs.lines():
-        print(line, file=sys.stderr)
     service = ServiceTime(arguments.ttft, arguments.itl)
-    return _report(arguments, Path(arguments.workload).name, from_workload(workload, service))
+    return _report(arguments, title_of(arguments.workload), from_workload(workload, service))
 
 
 def _report(arguments: argparse.Namespace, source: str, timeline: Timeline) -> int:

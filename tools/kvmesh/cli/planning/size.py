@@ -14,6 +14,7 @@ from kvmesh.cli.planning.kinds import HELP as KIND_HELP
 from kvmesh.cli.planning.kinds import tier_choices
 from kvmesh.cli.planning.size_answer import SizeAnswer
 from kvmesh.cli.planning.size_runs import SeedRuns
+from kvmesh.cli.traces.options import add_trace_options, load_trace
 from kvmesh.planner.core.promises import parse_promises
 from kvmesh.planner.errors import PlannerConfigError
 from kvmesh.router.config import check_settings
@@ -36,7 +37,7 @@ SESSIONS = 2  # per developer and agent: the run lasts until all have ended
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "kvmesh plan size [WORKLOAD | --since 1h] [--developers N | --scale X] --ttft p95=2s"
+        "kvmesh plan size [WORKLOAD … | --since 1h] [--developers N | --scale X] --ttft p95=2s"
         " [--profile NAME] [options]"
     )
     parser.epilog = (
@@ -45,11 +46,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         " [mock] settings, with the step times and limits of --profile."
     )
     parser.add_argument(
-        "source",
-        nargs="?",
+        "sources",
+        nargs="*",
         metavar="WORKLOAD",
-        help="a profile of developers, or a trace (coding-agents)",
+        help="a profile of developers, or a trace in files or folders (coding-agents)",
     )
+    add_trace_options(parser)
     parser.add_argument(
         "--since",
         type=moment,
@@ -116,7 +118,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 def _workloads(arguments: argparse.Namespace, settings: Settings) -> list[Workload] | None:
     """The workload of each seed; None if the bus has none, with the reason printed."""
     if arguments.since is not None:
-        if arguments.source is not None or arguments.developers is not None:
+        if arguments.sources or arguments.developers is not None:
             raise WorkloadError("--since excludes a workload and --developers")
         captured: list[CapturedRound] = []
 
@@ -128,8 +130,9 @@ def _workloads(arguments: argparse.Namespace, settings: Settings) -> list[Worklo
         if run_on_bus("plan size", settings, read):
             return None
         return _drawn(arguments, assemble(captured))
-    source = arguments.source or "coding-agents"
-    generated = source in builtin() or source.endswith(".toml")
+    sources = arguments.sources or ["coding-agents"]
+    source = sources[0]
+    generated = len(sources) == 1 and (source in builtin() or source.endswith(".toml"))
     if arguments.developers is not None:
         if not generated:
             raise WorkloadError("--developers needs a profile; --scale scales a trace")
@@ -138,7 +141,7 @@ def _workloads(arguments: argparse.Namespace, settings: Settings) -> list[Worklo
         return [_developers(arguments, source, seed) for seed in range(arguments.seeds)]
     if generated and not Path(source).is_file() and arguments.scale is None:
         return [load(source, seed=seed)[0] for seed in range(arguments.seeds)]
-    return _drawn(arguments, load(source)[0])
+    return _drawn(arguments, load_trace(arguments, sources)[0])
 
 
 def _drawn(arguments: argparse.Namespace, workload: Workload) -> list[Workload]:

@@ -1,11 +1,12 @@
 """Structure of a workload: lengths, prefix sharing, ideal hit rate, waits."""
 
+from array import array
 from collections import Counter
-from collections.abc import Iterable
 from itertools import pairwise
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from kvmesh.workload.analysis.sharing import InfiniteCache, ideal_hits
 from kvmesh.workload.model import HUMAN, PAUSE, TOOL, Workload
@@ -108,29 +109,33 @@ def _over_time(inputs: list[int], hits: list[int]) -> list[float]:
 
 def _visits(workload: Workload) -> dict[str, tuple[float, float]]:
     """Shares of the distinct tokens and of all prompt tokens, by the number of prompts."""
-    ends: dict[int, list[tuple[int, int]]] = {}
+    tree = workload.tree
+    segments = array("q")
     for round_ in workload.rounds:
-        for segment in workload.tree.path(round_.branch, round_.input_tokens):
-            ends.setdefault(segment.branch, []).append((segment.start, segment.end))
-    distinct: Counter[int] = Counter()
-    passed: Counter[int] = Counter()
-    for passes in ends.values():
-        for tokens, visits in _layers(passes):
-            floor = max(limit for limit in VISITS if limit <= visits)
-            distinct[floor] += tokens
-            passed[floor] += tokens * visits
-    total, references = max(1, distinct.total()), max(1, passed.total())
-    return {str(v): (distinct[v] / total, passed[v] / references) for v in VISITS}
+        for segment in tree.reversed_path(round_.branch, round_.input_tokens):
+            segments.extend(segment)
+    tokens, visits = _layers(np.frombuffer(segments, np.int64).reshape(-1, 3))
+    floors = np.searchsorted(VISITS, visits, side="right") - 1
+    distinct = [int(tokens[floors == each].sum()) for each in range(len(VISITS))]
+    passed = [int((tokens * visits)[floors == each].sum()) for each in range(len(VISITS))]
+    total, references = max(1, sum(distinct)), max(1, sum(passed))
+    return {
+        str(least): (one / total, all_ / references)
+        for least, one, all_ in zip(VISITS, distinct, passed, strict=True)
+    }
 
 
-def _layers(passes: list[tuple[int, int]]) -> Iterable[tuple[int, int]]:
-    """(tokens, number of prompts) along a branch; all segments start at the branch's start."""
-    start = passes[0][0]
-    ordered = sorted(end for _, end in passes)
-    for index, end in enumerate(ordered):
-        if end > start:
-            yield end - start, len(ordered) - index
-            start = end
+def _layers(segments: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(tokens, number of prompts) of the parts of branches between the ends of prompts.
+
+    `segments` has rows of branch, start and end; those of a branch start at its start.
+    """
+    branches, starts, ends = segments[np.lexsort((segments[:, 2], segments[:, 0]))].T
+    first = np.diff(branches, prepend=-1) != 0
+    begins = np.where(first, starts, np.roll(ends, 1))
+    bounds = np.append(np.flatnonzero(first), len(branches))
+    visits = np.repeat(bounds[1:], np.diff(bounds)) - np.arange(len(branches))
+    return ends - begins, visits
 
 
 def _waits(workload: Workload) -> dict[str, Spread]:

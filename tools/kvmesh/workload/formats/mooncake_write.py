@@ -30,7 +30,7 @@ def write(workload: Workload, file: Path, block_size: int | None = None) -> None
                 priority=round_.priority,
                 fair_class=round_.fair_class,
                 abort_after=round_.abort_after,
-                block_size=size,
+                block_size=None if size == BLOCK_SIZE else size,
             )
             _time(row, round_)
             if agentic:

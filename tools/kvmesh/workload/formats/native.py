@@ -1,13 +1,18 @@
 """The native workload file: the internal form as one JSON document, lossless."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
-from kvmesh.workload.errors import Problem, TraceError
+from kvmesh.workload.errors import Problem, Repairs, TraceError
 from kvmesh.workload.model import Round, Session, SomeTokens, Workload
+from kvmesh.workload.reading.assembly import ReadTrace
+from kvmesh.workload.reading.options import ReadOptions
+from kvmesh.workload.reading.source import TraceFile
+from kvmesh.workload.reading.window import planned_starts
 from kvmesh.workload.tree import ROOT, Tree
 
 
@@ -32,10 +37,18 @@ def write(workload: Workload, file: Path) -> None:
     file.write_bytes(msgspec.json.encode(document) + b"\n")
 
 
-def read(file: Path) -> Workload:
+def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> ReadTrace:
     """Read a file; raises TraceError for malformed documents and dangling references."""
+    if len(files) > 1:
+        raise files[1].error(1, "a native workload is one file")
+    workload = _workload(files[0])
+    return ReadTrace(workload=workload, starts=planned_starts(workload))
+
+
+def _workload(source: TraceFile) -> Workload:
+    file = source.path
     try:
-        document = msgspec.json.decode(file.read_bytes(), type=NativeDocument)
+        document = msgspec.json.decode(source.read(), type=NativeDocument)
         tree = Tree()
         for parent, start in document.branches:
             tree.fork(parent, start)

@@ -1,26 +1,31 @@
 """TraceLab session traces: CSV, one closed-loop round per line.
 
-Columns: `session_id,arrival_time,round_idx,prefix_len,input_len,output_len,tool_wait_after_ms`. A
+Columns: `session_id,arrival_time,round_idx,prefix_len,input_len,output_len,tool_wait_after_ms`;
+`id` is another spelling of the first, and a file without `arrival_time` starts all sessions at 0. A
 round's prompt is the first `prefix_len` tokens of the session's context plus `input_len` new ones;
 the next round starts `tool_wait_after_ms` after its end. `arrival_time` (ms) starts the session.
 """
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from kvmesh.workload.errors import Problem, Repairs, TraceError, WorkloadError
 from kvmesh.workload.model import Milliseconds, Round, Session, Tokens, Workload
+from kvmesh.workload.reading.assembly import ReadTrace
+from kvmesh.workload.reading.options import ReadOptions
+from kvmesh.workload.reading.rows import reason_of
+from kvmesh.workload.reading.source import TraceFile
+from kvmesh.workload.reading.window import planned_starts
 from kvmesh.workload.tree import Tree
 
 
 class TracelabRow(Struct, kw_only=True):
     session_id: str
-    arrival_time: Milliseconds
+    arrival_time: Milliseconds = 0.0
     round_idx: Tokens
     prefix_len: Tokens
     input_len: Tokens
@@ -29,64 +34,73 @@ class TracelabRow(Struct, kw_only=True):
 
 
 COLUMNS = tuple(TracelabRow.__struct_fields__)
-EXCESS = ""
 
 
-def read(file: Path, repair: bool = False) -> tuple[Workload, Repairs]:
-    """The workload of a trace, and the repairs made; raises TraceError or OSError."""
-    repairs = Repairs(file, repair)
-    sessions = _sessions(file, repairs)
+def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> ReadTrace:
+    """The sessions in the files; raises TraceError or OSError."""
+    sessions: list[list[tuple[int, TracelabRow]]] = []
+    paths: dict[int, Path] = {}
+    for file in files:
+        repairs.file = file.path
+        for rows in _sessions(file, options, repairs).values():
+            sessions.append(rows)
+            paths[id(rows)] = file.path
     if not sessions:
-        raise TraceError(file, repairs.problems or [Problem(1, "no sessions in this file", "")])
-    ordered = sorted(sessions.values(), key=lambda rows: rows[0][1].arrival_time)
-    workload = _assemble(ordered, repairs)
-    repairs.check()
-    return workload, repairs
+        nothing = Problem(1, "no sessions in this file", "")
+        raise TraceError(files[0].path, repairs.problems or [nothing])
+    sessions.sort(key=lambda rows: rows[0][1].arrival_time)
+    workload = _assemble(sessions, paths, repairs)
+    first = sum(rows[0][1].prefix_len for rows in sessions)
+    if first:
+        repairs.assume(
+            f"first rounds name {first:,} prefix tokens of no known prompt: they count as new"
+        )
+    repairs.check(len(workload))
+    return ReadTrace(workload=workload, starts=planned_starts(workload))
 
 
-def _sessions(file: Path, repairs: Repairs) -> dict[str, list[tuple[int, TracelabRow]]]:
+def _sessions(
+    file: TraceFile, options: ReadOptions, repairs: Repairs
+) -> dict[str, list[tuple[int, TracelabRow]]]:
     sessions: dict[str, list[tuple[int, TracelabRow]]] = {}
-    with file.open(newline="", encoding="utf-8-sig", errors="replace") as lines:
-        reader = csv.DictReader(lines, restkey=EXCESS)
-        for number, fields in _lines(file, reader, repairs):
-            try:
-                row = msgspec.convert(fields, TracelabRow, strict=False)
-            except msgspec.ValidationError as error:
-                reason = str(error).replace("`$.", "`")
-                repairs.note(number, reason, "dropped the line")
-                continue
-            sessions.setdefault(row.session_id, []).append((number, row))
+    table = file.table()
+    missing = [name for name in COLUMNS if name not in _named(dict.fromkeys(table.columns, ""))]
+    missing = [name for name in missing if name != "arrival_time"]
+    if missing:
+        raise file.error(1, f"missing column {', '.join(missing)}")
+    unit = options.milliseconds("ms")
+    for number, fields in table:
+        if isinstance(fields, str):
+            repairs.note(number, fields, "dropped the line")
+            continue
+        try:
+            row = msgspec.convert(_named(fields), TracelabRow, strict=False)
+        except msgspec.ValidationError as error:
+            repairs.note(number, reason_of(error), "dropped the line")
+            continue
+        row.arrival_time *= unit
+        sessions.setdefault(row.session_id, []).append((number, row))
     return sessions
 
 
-def _lines(
-    file: Path, reader: "csv.DictReader[str]", repairs: Repairs
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number and fields of each well-formed line below the header."""
-    try:
-        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-    except csv.Error as error:
-        raise TraceError(file, [Problem(1, str(error), "")]) from error
-    if missing:
-        raise TraceError(file, [Problem(1, f"missing column {', '.join(missing)}", "")])
-    while True:
-        try:
-            fields = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            repairs.note(reader.reader.line_num, str(error), "dropped the line")
-            continue
-        if EXCESS in fields:
-            repairs.note(reader.line_num, "more fields than columns", "dropped the line")
-        else:
-            yield reader.line_num, fields
+def _named(fields: dict[str, str]) -> dict[str, str]:
+    """The fields under their usual names; an empty arrival is one at 0."""
+    named = {"session_id" if name == "id" else name: value for name, value in fields.items()}
+    if not named.get("arrival_time", "0"):
+        named["arrival_time"] = "0"
+    return named
 
 
-def _assemble(sessions: list[list[tuple[int, TracelabRow]]], repairs: Repairs) -> Workload:
+def _assemble(
+    sessions: list[list[tuple[int, TracelabRow]]], paths: dict[int, Path], repairs: Repairs
+) -> Workload:
     tree = Tree()
+    origin = sessions[0][0][1].arrival_time
     drafts: list[tuple[float, int, Round]] = []
     for index, rows in enumerate(sessions):
+        repairs.file = paths[id(rows)]
+        for _, row in rows:
+            row.arrival_time -= origin
         _order(rows, repairs)
         drafts.extend(_chain(index, rows, tree, repairs))
     drafts.sort(key=lambda draft: draft[0])

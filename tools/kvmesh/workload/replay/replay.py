@@ -24,6 +24,7 @@ from rich.progress import (
 from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.formats.registry import load
 from kvmesh.workload.model import Workload
+from kvmesh.workload.reading.options import ReadOptions
 from kvmesh.workload.replay.chat_client import ChatEndpoint, EndpointError, Sample
 from kvmesh.workload.replay.summary import ReplaySummary, show, summarize
 from kvmesh.workload.replay.text import Speller
@@ -33,11 +34,11 @@ PROBE_WORDS = (64, 1088)
 PROBE_SEED = -1
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, options: ReadOptions) -> int:
     """Replay; return 0 if every request succeeded, 1 if some failed, 2 if it could not start."""
     errors = Console(stderr=True, highlight=False)
     try:
-        workload, repairs = load(args.trace, args.repair, args.seed)
+        workload, repairs = load(args.trace, args.repair, args.seed, options)
         for line in repairs.lines():
             errors.print(line, markup=False)
         summary = uvloop.run(_replay(workload.first(args.limit), args, errors))
@@ -64,7 +65,7 @@ async def _replay(workload: Workload, args: argparse.Namespace, errors: Console)
         replay.samples,
         {index: round_.input_tokens for index, round_ in enumerate(workload.rounds)},
         wall_s,
-        trace=Path(args.trace).name,
+        trace=Path(args.trace[0]).name,
         url=args.url,
         model=endpoint.model,
         speed=args.speed,

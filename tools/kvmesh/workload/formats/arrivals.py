@@ -1,0 +1,199 @@
+"""Traces of arrivals and lengths only: Azure's and BurstGPT's tables, and others of the kind.
+
+Their prompts share nothing, unless a row names the prefix that it shares (inference-perf's traces
+of shared prefixes).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from kvmesh.workload.errors import Repairs
+from kvmesh.workload.model import SomeTokens, Tokens
+from kvmesh.workload.reading.assembly import Assembly, ReadTrace
+from kvmesh.workload.reading.options import ReadOptions, TimeUnit
+from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, parsed
+from kvmesh.workload.reading.source import TraceFile
+
+Fields = Mapping[str, Any]
+
+
+class ArrivalRow(Struct, kw_only=True):
+    """A row under common names; `timestamp` is a number or a date, `prefix` the id of a prefix."""
+
+    input_length: SomeTokens
+    output_length: Tokens = OUTPUT_TOKENS
+    timestamp: float | str | None = None
+    session: str | None = None
+    prefix: str | None = None
+    prefix_length: Tokens = 0
+
+
+class ArrivalTable(Struct, frozen=True):
+    """A kind of table: the names of its columns in lower case, and the unit of its times."""
+
+    columns: dict[str, str]
+    unit: TimeUnit
+    failed: bool = False
+
+    def fits(self, columns: set[str]) -> bool:
+        """True if a table with these columns (in lower case) is of this kind."""
+        needed = {name for name, field in self.columns.items() if field in _NEEDED}
+        return needed <= columns
+
+
+_NEEDED = ("input_length", "output_length")
+AZURE = ArrivalTable(
+    {
+        "timestamp": "timestamp",
+        "contexttokens": "input_length",
+        "generatedtokens": "output_length",
+    },
+    "s",
+)
+BURSTGPT = ArrivalTable(
+    {
+        "timestamp": "timestamp",
+        "session id": "session",
+        "request tokens": "input_length",
+        "response tokens": "output_length",
+    },
+    "s",
+    failed=True,
+)
+SHARED_PREFIX = ArrivalTable(
+    {
+        "timestamp": "timestamp",
+        "shared_prefix_id": "prefix",
+        "shared_prefix_length": "prefix_length",
+        "tail_input_length": "input_length",
+        "output_length": "output_length",
+    },
+    "s",
+)
+GUIDELLM_COUNTS = ArrivalTable(
+    {
+        "relative_timestamp": "timestamp",
+        "prompt_tokens_count": "input_length",
+        "output_tokens_count": "output_length",
+    },
+    "s",
+)
+LENGTHS = ArrivalTable(
+    {
+        "timestamp": "timestamp",
+        "session_id": "session",
+        "input_length": "input_length",
+        "output_length": "output_length",
+    },
+    "ms",
+)
+
+
+def reader(
+    table: ArrivalTable,
+) -> Callable[[Sequence[TraceFile], ReadOptions, Repairs], ReadTrace]:
+    """The reader of a kind of table, as CSV or as JSON records."""
+
+    def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> ReadTrace:
+        """The trace in the files, at its recorded times; raises TraceError or OSError."""
+        return _Reader(table, files, options, repairs).trace()
+
+    return read
+
+
+class _Reader:
+    def __init__(
+        self,
+        table: ArrivalTable,
+        files: Sequence[TraceFile],
+        options: ReadOptions,
+        repairs: Repairs,
+    ) -> None:
+        self._table = table
+        self._files = files
+        self._repairs = repairs
+        self._unit = options.milliseconds(table.unit)
+        self._assembly = Assembly(files, repairs)
+        self._prefixes: dict[str, int] = {}
+        self._failed = 0
+
+    def trace(self) -> ReadTrace:
+        rows: list[TraceRow] = []
+        found = 0
+        for number, file in enumerate(self._files):
+            self._repairs.file = file.path
+            for line, fields in _fields(file):
+                found += 1
+                try:
+                    one = self._parse(fields)
+                    row = self._row(one, number, line)
+                except (msgspec.MsgspecError, ValueError) as error:
+                    reason = str(error).replace("`$.", "`")
+                    self._repairs.note(line, reason, "dropped the line")
+                    continue
+                if self._table.failed and not one.output_length:
+                    self._failed += 1
+                else:
+                    rows.append(row)
+        self._report(rows)
+        return self._assembly.trace(rows, found=found)
+
+    def _parse(self, fields: Fields | bytes | str) -> ArrivalRow:
+        if isinstance(fields, str):
+            raise ValueError(fields)
+        if isinstance(fields, bytes):
+            fields = msgspec.json.decode(fields, type=dict[str, Any])
+        columns = self._table.columns
+        lower = {name.strip().lower(): value for name, value in fields.items()}
+        named = {columns[name]: value for name, value in lower.items() if name in columns}
+        if named.get("input_length") in (0, "0") and named.get("prefix_length"):
+            named["input_length"] = 1
+        return parsed(
+            {key: value for key, value in named.items() if value != ""},
+            ArrivalRow,
+            ("session", "prefix"),
+        )
+
+    def _row(self, one: ArrivalRow, file: int, line: int) -> TraceRow:
+        branch = None
+        if one.prefix_length:
+            name = one.prefix or ""
+            if name not in self._prefixes:
+                self._prefixes[name] = self._assembly.tree.fork()
+            branch = self._assembly.tree.fork(self._prefixes[name], one.prefix_length)
+        return TraceRow(
+            line=line,
+            file=file,
+            input_length=one.prefix_length + one.input_length,
+            output_length=one.output_length,
+            branch=branch,
+            time=None if one.timestamp is None else self._time(one.timestamp),
+            session=one.session,
+        )
+
+    def _time(self, value: float | str) -> float:
+        """Milliseconds of a number, or of a date in ISO 8601 with any number of digits."""
+        try:
+            return float(value) * self._unit
+        except ValueError:
+            time = datetime.fromisoformat(str(value).strip())
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1e3
+
+    def _report(self, rows: list[TraceRow]) -> None:
+        if self._failed:
+            self._repairs.assume(f"left out {self._failed:,} failed requests (no response tokens)")
+        alone = sum(row.branch is None for row in rows)
+        if alone:
+            self._repairs.assume(
+                f"{alone:,} requests share nothing: the format has lengths without contents"
+            )
+        if rows and all(row.time is None for row in rows):
+            self._repairs.assume("all requests start at once: the file has no times")
+
+
+def _fields(file: TraceFile) -> Iterator[tuple[int, Fields | bytes | str]]:
+    yield from file.records() if file.is_json else file.table()

@@ -1,0 +1,80 @@
+"""Qwen-Bailian usage traces (KVCache in the Wild, ATC'25): JSONL with ids of 16-token blocks.
+
+A row holds `chat_id`, `parent_chat_id` (-1 for a first turn), `timestamp` (seconds), `turn`,
+lengths and `hash_ids`; an id identifies the tokens of one block, wherever it stands.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+from kvmesh.workload.errors import Repairs
+from kvmesh.workload.model import SomeTokens, Tokens
+from kvmesh.workload.reading.assembly import Assembly, ReadTrace
+from kvmesh.workload.reading.block_ids import match_block_ids
+from kvmesh.workload.reading.options import ReadOptions
+from kvmesh.workload.reading.rows import TraceRow, packed, parsed, reason_of
+from kvmesh.workload.reading.source import TraceFile
+
+BLOCK_SIZE = 16
+
+
+class BailianRow(Struct, kw_only=True):
+    chat_id: int
+    timestamp: float
+    input_length: SomeTokens
+    output_length: Tokens
+    parent_chat_id: int = -1
+    type: str = ""
+    hash_ids: list[int] = []
+
+
+def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> ReadTrace:
+    """The trace in the files, at its recorded times; raises TraceError or OSError."""
+    rows: list[TraceRow] = []
+    parents: dict[int, int] = {}
+    chats: list[int] = []
+    found = 0
+    for number, file in enumerate(files):
+        repairs.file = file.path
+        for line, record in file.records():
+            found += 1
+            try:
+                one = parsed(msgspec.json.decode(record, type=dict), BailianRow)
+            except msgspec.MsgspecError as error:
+                repairs.note(line, reason_of(error), "dropped the line")
+                continue
+            rows.append(_row(one, options, number, line))
+            chats.append(one.chat_id)
+            parents[one.chat_id] = one.parent_chat_id
+    for row, chat in zip(rows, chats, strict=True):
+        row.session = f"chat-{_root(chat, parents)}"
+    match_block_ids(rows, files, repairs)
+    assembly = Assembly(files, repairs)
+    assembly.by_content = True
+    return assembly.trace(rows, found=found)
+
+
+def _row(one: BailianRow, options: ReadOptions, file: int, line: int) -> TraceRow:
+    return TraceRow(
+        line=line,
+        file=file,
+        input_length=one.input_length,
+        output_length=one.output_length,
+        ids=packed(one.hash_ids),
+        block_size=options.trace_block_size or BLOCK_SIZE,
+        time=one.timestamp * options.milliseconds("s"),
+        kind=one.type,
+    )
+
+
+def _root(chat: int, parents: dict[int, int]) -> int:
+    """The first turn in the trace of a chat's conversation; shortens `parents` on the way."""
+    path: list[int] = []
+    while (parent := parents[chat]) in parents and parent not in path and parent != chat:
+        path.append(chat)
+        chat = parent
+    for passed in path:
+        parents[passed] = chat
+    return chat

@@ -1,0 +1,180 @@
+"""Dynamo's request and agent traces: JSONL records of live servers, bare or in envelopes.
+
+A record of the event `request_end` holds times in Unix milliseconds, tokens, the session
+(`agent_context`), and in `replay` the chained hashes of the prompt's blocks. Records of the events
+`tool_end` and `tool_error` name the tools between two requests of a session.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from kvmesh.workload.errors import Repairs
+from kvmesh.workload.model import HUMAN, PAUSE, TOOL, SomeTokens, Tokens
+from kvmesh.workload.reading.assembly import Assembly, ReadTrace
+from kvmesh.workload.reading.block_ids import match_block_ids
+from kvmesh.workload.reading.options import ReadOptions
+from kvmesh.workload.reading.recorded import follow
+from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, packed, parsed, reason_of
+from kvmesh.workload.reading.source import TraceFile
+
+SCHEMAS = ("dynamo.request.trace.v1", "dynamo.agent.trace.v1")
+TOOL_EVENTS = ("tool_end", "tool_error")
+
+
+class DynamoContext(Struct, kw_only=True):
+    """The session; in an agent trace a session of its own per `trajectory_id`."""
+
+    session_id: str | None = None
+    trajectory_id: str | None = None
+    parent_session_id: str | None = None
+    parent_trajectory_id: str | None = None
+    trajectory_final: bool = False
+    session_final: bool = False
+
+
+class DynamoReplay(Struct, kw_only=True):
+    trace_block_size: SomeTokens
+    input_length: SomeTokens
+    input_sequence_hashes: list[int] = []
+
+
+class DynamoRequest(Struct, kw_only=True):
+    request_id: str = ""
+    input_tokens: SomeTokens | None = None
+    output_tokens: Tokens | None = None
+    request_received_ms: float | None = None
+    total_time_ms: float | None = None
+    input_trigger: str = ""
+    finish_reason_metadata: dict[str, Any] = {}
+    replay: DynamoReplay | None = None
+
+
+class DynamoRecord(Struct, kw_only=True):
+    schema: str
+    event_type: str
+    event_time_unix_ms: float
+    agent_context: DynamoContext | None = None
+    request: DynamoRequest | None = None
+    tool: dict[str, Any] | None = None
+
+
+def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> ReadTrace:
+    """The trace in the files; raises TraceError or OSError."""
+    reader = _Reader(repairs)
+    for number, file in enumerate(files):
+        repairs.file = file.path
+        for line, record in file.records():
+            reader.add(number, line, record)
+    reader.report()
+    rows = [row for members in reader.sessions.values() for row in members]
+    for members in reader.sessions.values():
+        follow(members, overlapping_on_time=True)
+        _name_waits(members, reader.tools.get(members[0].session or "", []))
+    match_block_ids(rows, files, repairs)
+    return Assembly(files, repairs).trace(rows, found=reader.found)
+
+
+class _Reader:
+    def __init__(self, repairs: Repairs) -> None:
+        self.sessions: dict[str, list[TraceRow]] = {}
+        self.tools: dict[str, list[tuple[float, str]]] = {}
+        self.found = 0
+        self._repairs = repairs
+        self._without_hashes = 0
+
+    def add(self, file: int, line: int, text: bytes) -> None:
+        try:
+            fields = msgspec.json.decode(text, type=dict)
+            record = parsed(_bare(fields), DynamoRecord)
+            if record.event_type in TOOL_EVENTS:
+                self._add_tool(record)
+            elif record.request is not None:
+                self.found += 1
+                row = self._row(record, record.request, file, line)
+                self.sessions.setdefault(row.session or f"request {self.found}", []).append(row)
+        except msgspec.MsgspecError as error:
+            self.found += 1
+            self._repairs.note(line, reason_of(error), "dropped the line")
+
+    def report(self) -> None:
+        if self._without_hashes:
+            self._repairs.assume(
+                f"{self._without_hashes:,} requests without `replay` hashes share nothing"
+            )
+
+    def _add_tool(self, record: DynamoRecord) -> None:
+        session, _ = _session(record)
+        name = str((record.tool or {}).get("tool_class") or TOOL)
+        self.tools.setdefault(session or "", []).append((record.event_time_unix_ms, name))
+
+    def _row(self, record: DynamoRecord, one: DynamoRequest, file: int, line: int) -> TraceRow:
+        session, parent = _session(record)
+        replay = one.replay
+        tokens = replay.input_length if replay else one.input_tokens
+        if tokens is None:
+            raise msgspec.ValidationError("Object missing required field `input_tokens`")
+        self._without_hashes += replay is None
+        took = one.total_time_ms or 0.0
+        begin = one.request_received_ms
+        if begin is None:
+            begin = record.event_time_unix_ms - took
+        output = OUTPUT_TOKENS if one.output_tokens is None else one.output_tokens
+        cancelled = one.finish_reason_metadata.get("finish_reason") == "cancelled"
+        context = record.agent_context or DynamoContext()
+        return TraceRow(
+            line=line,
+            file=file,
+            input_length=tokens,
+            output_length=output,
+            ids=packed(replay.input_sequence_hashes) if replay else [],
+            block_size=replay.trace_block_size if replay else 1,
+            time=begin,
+            end=begin + took if took else max(begin, record.event_time_unix_ms),
+            delay=-1.0,
+            request_id=f"{self.found}",
+            session=session,
+            parent=parent,
+            wait=_wait(one.input_trigger),
+            abort_after=max(1, output) if cancelled else None,
+            ends=context.trajectory_final or context.session_final,
+        )
+
+
+def _bare(fields: dict[str, Any]) -> dict[str, Any]:
+    """The record without the envelope of a sink, and without fields that are null."""
+    event = fields.get("event")
+    record = event if isinstance(event, dict) and "schema" in event else fields
+    return {key: _present(value) for key, value in record.items()}
+
+
+def _present(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _present(each) for key, each in value.items() if each is not None}
+    return value
+
+
+def _session(record: DynamoRecord) -> tuple[str | None, str | None]:
+    """The session of a record, and its parent's."""
+    context = record.agent_context or DynamoContext()
+    session = context.trajectory_id or context.session_id
+    return session, context.parent_trajectory_id or context.parent_session_id
+
+
+def _wait(trigger: str) -> str:
+    if "tool" in trigger:
+        return TOOL
+    return HUMAN if "user" in trigger else PAUSE
+
+
+def _name_waits(members: list[TraceRow], tools: list[tuple[float, str]]) -> None:
+    """Name the waits during which tools ended after the last of them."""
+    ends = {row.request_id: row.end or 0.0 for row in members}
+    for row in members:
+        if row.wait_for:
+            since = ends[row.wait_for[0]]
+            during = [tool for tool in tools if since <= tool[0] <= (row.time or 0.0)]
+            if during:
+                row.wait = max(during)[1]

@@ -1,0 +1,153 @@
+"""TraceLab's corpus: JSONL, one recorded round of a coding agent per line.
+
+A row holds `session_id`, `round_index`, the tokens of its prompt (`input_tokens_total`), how many
+of them were cached (`prefix_tokens`), `output_tokens`, `timing_events` with times in ISO 8601, and
+the `tools` that the answer called.
+"""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import msgspec
+from msgspec import Struct
+
+from kvmesh.workload.errors import Repairs
+from kvmesh.workload.model import HUMAN, TOOL, SomeTokens, Tokens
+from kvmesh.workload.reading.assembly import Assembly, ReadTrace
+from kvmesh.workload.reading.options import ReadOptions
+from kvmesh.workload.reading.recorded import follow
+from kvmesh.workload.reading.rows import TraceRow, parsed
+from kvmesh.workload.reading.source import TraceFile
+from kvmesh.workload.tree import Tree
+
+INPUT_EVENTS = ("user_message", "tool_result")
+
+
+class TracelabEvent(Struct, kw_only=True):
+    event_type: str
+    timestamp: str = ""
+
+
+class TracelabTool(Struct, kw_only=True):
+    tool_name: str = TOOL
+    result_at: str | None = None
+
+
+class TracelabRound(Struct, kw_only=True):
+    session_id: str
+    round_index: int
+    input_tokens_total: SomeTokens
+    prefix_tokens: Tokens = 0
+    output_tokens: Tokens = 0
+    provider: str = ""
+    project: str = ""
+    model: str = ""
+    timing_events: list[TracelabEvent] = []
+    tools: list[TracelabTool] = []
+
+    def times(self) -> tuple[float, float] | None:
+        """Unix milliseconds of the request (its last input) and of its last output, if known."""
+        inputs = [e.timestamp for e in self.timing_events if e.event_type in INPUT_EVENTS]
+        outputs = [e.timestamp for e in self.timing_events if e.event_type not in INPUT_EVENTS]
+        begins = [_milliseconds(text) for text in inputs if text]
+        ends = [_milliseconds(text) for text in outputs if text]
+        if not begins and not ends:
+            return None
+        begin = max(begins) if begins else min(ends)
+        return begin, max([begin, *ends])
+
+    def wait(self, before: "TracelabRound | None") -> str:
+        """The client's activity before this round: the last tool to end, or a human."""
+        kinds = [e.event_type for e in self.timing_events]
+        if "tool_result" not in kinds:
+            return HUMAN
+        tools = before.tools if before is not None else []
+        return max(tools, key=lambda tool: tool.result_at or "").tool_name if tools else TOOL
+
+
+def _milliseconds(text: str) -> float:
+    time = datetime.fromisoformat(text)
+    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1e3
+
+
+def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> ReadTrace:
+    """The trace in the files; raises TraceError or OSError."""
+    sessions: dict[str, list[tuple[TraceRow, TracelabRound]]] = {}
+    found = 0
+    for number, file in enumerate(files):
+        repairs.file = file.path
+        for line, record in file.records():
+            found += 1
+            try:
+                one = parsed(msgspec.json.decode(record, type=dict), TracelabRound)
+                row = _row(one, number, line, found)
+            except (msgspec.MsgspecError, ValueError) as error:
+                repairs.note(line, str(error).replace("`$.", "`"), "dropped the line")
+                continue
+            sessions.setdefault(one.session_id, []).append((row, one))
+    assembly = Assembly(files, repairs)
+    heads = _Heads(assembly.tree)
+    for members in sessions.values():
+        members.sort(key=lambda pair: (pair[0].time or 0.0, pair[1].round_index))
+        _grow(members, heads)
+        follow([row for row, _ in members])
+    if heads.tokens:
+        repairs.assume(
+            f"first rounds were recorded with {heads.tokens:,} cached prompt tokens: sessions of "
+            "one provider, model and project are assumed to share them"
+        )
+    rows = [row for members in sessions.values() for row, _ in members]
+    return assembly.trace(rows, found=found)
+
+
+def _row(one: TracelabRound, file: int, line: int, number: int) -> TraceRow:
+    times = one.times()
+    if times is None:
+        raise ValueError("no timestamp in `timing_events`")
+    return TraceRow(
+        line=line,
+        file=file,
+        input_length=one.input_tokens_total,
+        output_length=one.output_tokens,
+        time=times[0],
+        end=times[1],
+        delay=-1.0,
+        request_id=str(number),
+        session=one.session_id,
+        kind=one.provider,
+    )
+
+
+class _Heads:
+    """The start of the prompts of sessions that cached each other's: one branch per group."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        self.tokens = 0
+        self._branches: dict[tuple[str, str, str], int] = {}
+
+    def branch(self, one: TracelabRound) -> int:
+        """A new branch behind the cached tokens of a session's first round."""
+        cached = min(one.prefix_tokens, one.input_tokens_total)
+        if not cached:
+            return self.tree.fork()
+        self.tokens += cached
+        group = (one.provider, one.model, one.project)
+        if group not in self._branches:
+            self._branches[group] = self.tree.fork()
+        return self.tree.fork(self._branches[group], cached)
+
+
+def _grow(members: list[tuple[TraceRow, TracelabRound]], heads: _Heads) -> None:
+    """Set the branches of a session: each round keeps `prefix_tokens` of the context before it."""
+    branch, held = -1, 0
+    before: TracelabRound | None = None
+    for row, one in members:
+        prefix = min(one.prefix_tokens, one.input_tokens_total)
+        if before is None:
+            branch = heads.branch(one)
+        elif prefix < held:
+            branch = heads.tree.fork(branch, prefix)
+        row.branch, row.wait = branch, one.wait(before)
+        held = one.input_tokens_total
+        before = one

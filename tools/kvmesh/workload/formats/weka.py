@@ -1,0 +1,179 @@
+"""Sessions of coding agents as kv-cache-tester records them (Weka, AgentX): a JSON file each.
+
+A file holds `requests` in order, with seconds since the start of the session (`t`), tokens (`in`,
+`out`), seconds of the answer (`api_time`) and of the client before it (`think_time`), and ids of
+full blocks of `block_size` tokens. An entry of type `subagent` holds the requests of a child.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+from kvmesh.workload.errors import Repairs
+from kvmesh.workload.model import HUMAN, TOOL, SomeTokens, Tokens
+from kvmesh.workload.reading.assembly import Assembly, ReadTrace
+from kvmesh.workload.reading.options import ReadOptions
+from kvmesh.workload.reading.recorded import follow
+from kvmesh.workload.reading.rows import TraceRow, reason_of
+from kvmesh.workload.reading.source import TraceFile
+
+# Times are rounded down to seconds.
+ROUNDING_MS = 1000.0
+CHILD, COMPLETED = "subagent", "completed"
+
+
+class WekaTimes(Struct, kw_only=True):
+    """The times of an entry: all that tells how a corpus counts the times of subagents."""
+
+    t: float
+    type: str = "n"
+    requests: list["WekaTimes"] = []
+
+
+class WekaTimesFile(Struct, kw_only=True):
+    requests: list[WekaTimes]
+
+
+class WekaEntry(Struct, kw_only=True, rename={"input": "in", "output": "out"}):
+    """A request, or a subagent with its requests."""
+
+    t: float
+    type: str = "n"
+    input: Tokens = 0
+    output: Tokens = 0
+    hash_ids: list[int] = []
+    input_types: list[str] = []
+    api_time: float | None = None
+    think_time: float | None = None
+    agent_id: str = ""
+    subagent_type: str = ""
+    status: str = COMPLETED
+    requests: list["WekaEntry"] = []
+
+
+class WekaFile(Struct, kw_only=True):
+    id: str | int
+    block_size: SomeTokens
+    requests: list[WekaEntry]
+    hash_id_scope: str = "local"
+
+
+def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> ReadTrace:
+    """The sessions in the files; raises TraceError or OSError."""
+    reader = _Reader(files, options, repairs)
+    for number, file in enumerate(files):
+        repairs.file = file.path
+        for line, record in file.records():
+            try:
+                session = msgspec.json.decode(record, type=WekaFile)
+            except msgspec.MsgspecError as error:
+                repairs.note(line, reason_of(error), "dropped the session")
+            else:
+                reader.add(session, number, line)
+    if reader.sessions > 1:
+        repairs.assume(
+            f"{reader.sessions:,} sessions start together: the format has no times between them"
+        )
+    return reader.assembly.trace(reader.rows)
+
+
+def _relative(files: Sequence[TraceFile]) -> bool:
+    """True if a subagent's requests count from its own start, not from the session's."""
+    for file in files:
+        for _, record in file.records():
+            try:
+                session = msgspec.json.decode(record, type=WekaTimesFile)
+            except msgspec.MsgspecError:
+                continue
+            for entry in session.requests:
+                if any(inner.t < entry.t - ROUNDING_MS / 1e3 for inner in entry.requests):
+                    return True
+    return False
+
+
+class _Reader:
+    def __init__(self, files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> None:
+        self.assembly = Assembly(files, repairs)
+        self.rows: list[TraceRow] = []
+        self.sessions = 0
+        self._requests = 0
+        self._names: set[str] = set()
+        self._repairs = repairs
+        self._unit = options.milliseconds("s")
+        self._relative = _relative(files)
+        self._scope = self._size = 0
+        self._line = (0, 0)
+
+    def add(self, session: WekaFile, file: int, line: int) -> None:
+        """Add the rows of a session; their ids end with it, so they are resolved at once."""
+        self.sessions += 1
+        self._line = (file, line)
+        self._scope = self.sessions if session.hash_id_scope == "local" else 0
+        self._size = session.block_size
+        name = f"{session.id}"
+        if name in self._names:
+            name = f"{name}-{self.sessions}"
+        self._names.add(name)
+        main = [self._row(entry, name) for entry in session.requests if entry.type != CHILD]
+        follow(main, ROUNDING_MS)
+        for entry in session.requests:
+            if entry.type == CHILD:
+                self._add_child(entry, name, main)
+        self.rows += main
+
+    def _add_child(self, entry: WekaEntry, parent: str, main: list[TraceRow]) -> None:
+        name = f"{parent}/{entry.agent_id or f'subagent-{entry.t:g}'}"
+        rows = [self._row(inner, name) for inner in entry.requests]
+        if not rows:
+            return
+        if self._relative:
+            for row in rows:
+                row.time = (row.time or 0.0) + entry.t * self._unit
+                row.end = (row.end or 0.0) + entry.t * self._unit
+        for row in rows:
+            row.parent, row.kind = parent, entry.subagent_type
+        follow(rows, ROUNDING_MS)
+        _join(rows, main, entry.status == COMPLETED)
+        self.rows += rows
+
+    def _row(self, entry: WekaEntry, session: str) -> TraceRow:
+        time = entry.t * self._unit
+        if not entry.input:
+            self._repairs.assume("requests without prompt tokens count as one token")
+        tokens = max(entry.input, 1)
+        ids = entry.hash_ids[: -(-tokens // self._size)]
+        branch = self.assembly.builder(self._scope, self._size).add_contents(ids)
+        self._requests += 1
+        think = entry.think_time
+        return TraceRow(
+            line=self._line[1],
+            file=self._line[0],
+            input_length=tokens,
+            output_length=entry.output,
+            branch=branch,
+            block_size=self._size,
+            time=time,
+            end=time + (entry.api_time or 0.0) * self._unit,
+            delay=-1.0 if think is None else think * self._unit,
+            request_id=str(self._requests),
+            session=session,
+            wait=TOOL if "tool_result" in entry.input_types else HUMAN,
+        )
+
+
+def _join(rows: list[TraceRow], main: list[TraceRow], completed: bool) -> None:
+    """Start a child after its parent's request; the next one waits for a completed child."""
+    first, end = rows[0], max(row.end or 0.0 for row in rows)
+    begin = first.time or 0.0
+    before = [row for row in main if (row.end or 0.0) <= begin + ROUNDING_MS]
+    if before:
+        spawner = max(before, key=lambda row: row.end or 0.0)
+        first.wait_for = [spawner.request_id or ""]
+        first.delay = max(0.0, begin - (spawner.end or 0.0))
+        first.wait = TOOL
+    for row in main:
+        if completed and (row.time or 0.0) > begin and (row.time or 0.0) + ROUNDING_MS >= end:
+            row.wait_for = [*row.wait_for, rows[-1].request_id or ""]
+            row.delay = min(row.delay, max(0.0, (row.time or 0.0) - end))
+            return

@@ -1,0 +1,233 @@
+"""Builds a workload from the rows of a trace."""
+
+from collections.abc import Sequence
+from math import isfinite
+from pathlib import Path
+
+from msgspec import Struct, structs
+
+from kvmesh.workload.analysis.sharing import link_outputs
+from kvmesh.workload.errors import Problem, Repairs, TraceError
+from kvmesh.workload.model import LIMIT, Round, Session, Workload
+from kvmesh.workload.ordering import topological_order
+from kvmesh.workload.reading.rows import TraceRow
+from kvmesh.workload.reading.source import TraceFile
+from kvmesh.workload.reading.tree_builder import TreeBuilder
+from kvmesh.workload.tree import Tree
+
+RENAME_HINT = "--repair reads an id behind other blocks as another block"
+UNIT_HINT = "--time-unit names the unit of the times"
+
+
+class ReadTrace(Struct, kw_only=True):
+    """A workload, and the start of each round in seconds, as recorded or else as planned."""
+
+    workload: Workload
+    starts: list[float]
+
+
+class Assembly:
+    """Builds the workload of one trace; all times count from its earliest."""
+
+    def __init__(self, files: Sequence[TraceFile], repairs: Repairs) -> None:
+        self.tree = Tree()
+        self.by_content = False
+        self._origin = 0.0
+        self._paths = [file.path for file in files]
+        self._repairs = repairs
+        self._builders: dict[tuple[int, int], TreeBuilder] = {}
+        self._sessions: dict[str, int] = {}
+        self._session_list: list[Session] = []
+        self._last: dict[int, Round] = {}
+        self._rounds: list[Round] = []
+        self._starts: list[float] = []
+        self._round_of: dict[int, int] = {}
+
+    def builder(self, scope: int, block_size: int) -> TreeBuilder:
+        """The builder of the namespace `scope` of block ids."""
+        key = (scope, block_size)
+        if key not in self._builders:
+            self._builders[key] = TreeBuilder(self.tree, block_size)
+        return self._builders[key]
+
+    def trace(self, rows: list[TraceRow], ordered: bool = False, found: int = 0) -> ReadTrace:
+        """The trace of checked rows; raises TraceError.
+
+        A row of an `ordered` trace must not be earlier than the one before it. `found` is the
+        number of rows in the files, if some were dropped.
+        """
+        found = found or len(rows)
+        if not rows:
+            self._repairs.check(found)
+            nothing = Problem(1, "no requests in this file", "", self._path(0))
+            raise TraceError(self._path(0), self._repairs.problems or [nothing])
+        self._normalise_times(rows)
+        self._make_ids_unique(rows)
+        self._order(rows, ordered)
+        self._assemble(rows)
+        self._repairs.check(found)
+        block_size = max((size for _, size in self._builders), default=1)
+        workload = Workload(
+            tree=self.tree,
+            sessions=self._session_list,
+            rounds=self._rounds,
+            block_size=block_size,
+        )
+        if not any(row.grows for row in rows):
+            for members in workload.by_session():
+                link_outputs(workload, members)
+        return ReadTrace(workload=workload, starts=self._starts)
+
+    def _path(self, file: int) -> Path:
+        return self._paths[file]
+
+    def _note(self, row: TraceRow, reason: str, repair: str, hint: str = "") -> None:
+        self._repairs.file = self._path(row.file)
+        self._repairs.note(row.line, reason, repair, hint)
+
+    def _normalise_times(self, rows: list[TraceRow]) -> None:
+        """Make the earliest time 0, and drop rows too long after it."""
+        times = [row.time for row in rows if row.time is not None and isfinite(row.time)]
+        self._origin = origin = min(times, default=0.0)
+        kept: list[TraceRow] = []
+        for row in rows:
+            if row.time is not None:
+                row.time -= origin
+                if not row.time <= LIMIT * 1e3:
+                    reason = (
+                        f"`float` <= {LIMIT * 1e3:g} ms after the first request expected, "
+                        f"got {row.time:g} - at `timestamp`"
+                    )
+                    self._note(row, reason, "dropped the line", UNIT_HINT)
+                    continue
+            kept.append(row)
+        rows[:] = kept
+
+    def _make_ids_unique(self, rows: list[TraceRow]) -> None:
+        known: set[str] = set()
+        for row in rows:
+            if row.request_id is None:
+                continue
+            if row.request_id in known:
+                self._note(row, f"duplicate request id {row.request_id!r}", "dropped the id")
+                row.request_id = None
+            else:
+                known.add(row.request_id)
+
+    def _order(self, rows: list[TraceRow], ordered: bool) -> None:
+        """Sort rows by time; a row without a time stays behind its session's previous row."""
+        latest, file = 0.0, 0
+        disordered = False
+        times: list[float] = []
+        sessions: dict[str, float] = {}
+        for row in rows:
+            time = row.time
+            if row.file != file:
+                latest, file, disordered = 0.0, row.file, True
+            if time is None:
+                time = sessions.get(row.session or "", latest)
+            elif time < latest:
+                if ordered:
+                    reason = (
+                        f"timestamp {time + self._origin:g} ms is before "
+                        f"{latest + self._origin:g} ms of an earlier line"
+                    )
+                    self._note(row, reason, "sorted by time")
+                disordered = True
+            latest = max(latest, time)
+            if row.session:
+                sessions[row.session] = time
+            times.append(time)
+        if disordered:
+            rows[:] = [rows[index] for index in sorted(range(len(rows)), key=times.__getitem__)]
+
+    def _assemble(self, rows: list[TraceRow]) -> None:
+        before = self._predecessors(rows)
+        if not any(before):
+            for row in rows:
+                self._add(row, ())
+            return
+        for index in topological_order(before, lambda index: self._note_cycle(rows[index])):
+            after = tuple(sorted(self._round_of[other] for other in before[index]))
+            self._round_of[index] = len(self._rounds)
+            self._add(rows[index], after)
+
+    def _predecessors(self, rows: list[TraceRow]) -> list[set[int]]:
+        """Indices of the rows that each row waits for: those it names, or the previous turn."""
+        named = {row.request_id: i for i, row in enumerate(rows) if row.request_id is not None}
+        last: dict[str, int] = {}
+        before: list[set[int]] = []
+        for index, row in enumerate(rows):
+            waits: set[int] = set()
+            for name in row.wait_for:
+                if name in named:
+                    waits.add(named[name])
+                else:
+                    self._note(row, f"waits for unknown request {name!r}", "dropped the wait")
+            if row.session is not None:
+                if not row.wait_for and row.chained and row.session in last:
+                    waits.add(last[row.session])
+                last[row.session] = index
+            before.append(waits)
+        return before
+
+    def _note_cycle(self, row: TraceRow) -> None:
+        name = row.request_id or row.session
+        self._note(row, f"cycle in wait_for through {name!r}", "dropped the wait")
+
+    def _add(self, row: TraceRow, after: tuple[int, ...]) -> None:
+        session = self._session(row)
+        branch, tokens = self._prompt(row, session)
+        round_ = Round(
+            session=session,
+            branch=branch,
+            output_branch=branch if row.grows else self.tree.fork(branch, tokens),
+            input_tokens=tokens,
+            output_tokens=row.output_length,
+            at_s=(row.delay if after else row.time or 0.0) / 1e3,
+            after=after,
+            wait=row.wait if after else "",
+            priority=row.priority,
+            fair_class=row.fair_class,
+            abort_after=row.abort_after,
+        )
+        begin = max((self._starts[index] for index in after), default=0.0) + round_.at_s
+        self._starts.append(begin if row.time is None else row.time / 1e3)
+        self._last[session] = round_
+        self._rounds.append(round_)
+
+    def _prompt(self, row: TraceRow, session: int) -> tuple[int, int]:
+        """(branch, tokens) of a row's prompt."""
+        last = self._last.get(session)
+        if row.grows and last is not None:
+            held = last.input_tokens + last.output_tokens
+            return last.output_branch, held + row.input_length
+        if row.branch is not None:
+            return row.branch, row.input_length
+        if not row.ids:
+            return self.tree.fork(), row.input_length
+        builder = self.builder(row.scope, row.block_size)
+        if self.by_content:
+            return builder.add_contents(row.ids), row.input_length
+        branch = builder.add(row.ids)
+        row.ids = ()  # the tree holds them now
+        for block in builder.conflicts:
+            reason = f"hash id {block} follows another block elsewhere"
+            self._note(row, reason, "renamed", RENAME_HINT)
+        builder.conflicts.clear()
+        return branch, row.input_length
+
+    def _session(self, row: TraceRow) -> int:
+        name = row.session
+        if name is not None and name in self._sessions:
+            index = self._sessions[name]
+        else:
+            index = len(self._session_list)
+            parent = self._sessions.get(row.parent or "")
+            named = name or f"r{index}"
+            self._session_list.append(Session(name=named, kind=row.kind, parent=parent))
+            if name is not None:
+                self._sessions[name] = index
+        if row.ends:
+            self._session_list[index] = structs.replace(self._session_list[index], ends=True)
+        return index

@@ -1,0 +1,88 @@
+"""Requests as readers find them, and the fields of one record."""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from kvmesh.workload.model import Priority, SomeTokens, Tokens
+
+# Assumed where a trace does not say how long an answer is.
+OUTPUT_TOKENS = 128
+T = TypeVar("T")
+
+
+class TraceRow(Struct, kw_only=True):
+    """One request of a trace, with times in milliseconds.
+
+    `line` is its place in file number `file`. The prompt is named by `ids` of blocks of
+    `block_size` tokens in the namespace `scope`, or by a `branch` of the tree; without either it
+    shares nothing. `time` is the recorded arrival. A row with `wait_for` (names of requests) or
+    with `chained` waits for those, or for the previous row of its session, and starts `delay`
+    after their end; `wait` names the client's activity meanwhile.
+    """
+
+    line: int
+    input_length: SomeTokens
+    output_length: Tokens
+    file: int = 0
+    ids: Sequence[int] = ()
+    block_size: SomeTokens = 1
+    scope: int = 0
+    branch: int | None = None
+    grows: bool = False
+    time: float | None = None
+    end: float | None = None
+    request_id: str | None = None
+    session: str | None = None
+    parent: str | None = None
+    kind: str = ""
+    wait_for: list[str] = []
+    chained: bool = False
+    delay: float = 0.0
+    wait: str = ""
+    priority: Priority = 0
+    fair_class: str = ""
+    abort_after: SomeTokens | None = None
+    ends: bool = False
+
+    @property
+    def waits(self) -> bool:
+        return self.chained or bool(self.wait_for)
+
+
+def packed(ids: list[int]) -> Sequence[int]:
+    """Block ids in 8 bytes each, where they fit 64 bits with or without a sign."""
+    for code in ("q", "Q"):
+        try:
+            return array(code, ids)
+        except OverflowError:
+            continue
+    return ids
+
+
+def parsed(fields: dict[str, Any], type_: type[T], names: Iterable[str] = ()) -> T:
+    """A record of `type_` from fields as other tools spell them; raises msgspec.ValidationError.
+
+    A null is an absent field, an integer may be spelled as a float without fraction or as text,
+    and a name (the fields `names`, or their items) as a number.
+    """
+    present = {key: value for key, value in fields.items() if value is not None}
+    for name in names:
+        if isinstance(value := present.get(name), list):
+            present[name] = [_spelled(each) for each in value]
+        elif name in present:
+            present[name] = _spelled(value)
+    return msgspec.convert(present, type_, strict=False)
+
+
+def _spelled(name: Any) -> Any:
+    number = isinstance(name, int | float) and not isinstance(name, bool)
+    return f"{name:.17g}" if number else name
+
+
+def reason_of(error: msgspec.MsgspecError) -> str:
+    """The reason of a refused record, with the names of its fields."""
+    return str(error).replace("`$.", "`")

@@ -1,0 +1,167 @@
+"""Files of a trace: folders, gzip, byte order marks, lines, records and tables."""
+
+import csv
+import gzip
+import io
+import zlib
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from kvmesh.workload.errors import Problem, TraceError, WorkloadError
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".traj")
+PEEKED_LINES = 50
+_GZIP = b"\x1f\x8b"
+_MARK = b"\xef\xbb\xbf"
+_DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
+
+Record = tuple[int, bytes]
+
+
+class SourceError(WorkloadError):
+    """A source that does not exist or holds no traces."""
+
+
+class TraceFile:
+    """One file, plain or gzip."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def lines(self) -> Iterator[Record]:
+        """(number from 1, bytes) of each line that is not blank; raises TraceError or OSError."""
+        return ((number, line) for number, line in self.all_lines() if line.strip())
+
+    def all_lines(self) -> Iterator[Record]:
+        """(number from 1, bytes) of each line; raises TraceError or OSError."""
+        number = 0
+        try:
+            with self._open() as stream:
+                for number, line in enumerate(stream, 1):
+                    yield number, line.removeprefix(_MARK) if number == 1 else line
+        except _DAMAGED as error:
+            raise self.error(number + 1, f"damaged gzip file: {error}") from error
+
+    def read(self) -> bytes:
+        """The whole content; raises TraceError or OSError."""
+        try:
+            with self._open() as stream:
+                return stream.read().removeprefix(_MARK)
+        except _DAMAGED as error:
+            raise self.error(1, f"damaged gzip file: {error}") from error
+
+    @cached_property
+    def head(self) -> list[bytes]:
+        """The first lines that are not blank."""
+        return [line for _, line in islice(self.lines(), PEEKED_LINES)]
+
+    @cached_property
+    def is_json(self) -> bool:
+        """True if the content begins like a JSON object or array."""
+        return bool(self.head) and self.head[0].lstrip()[:1] in (b"{", b"[")
+
+    def records(self) -> Iterator[Record]:
+        """(line or item, JSON) of each record of JSON lines, an array, or a single document."""
+        if self._has_rows:
+            yield from self.lines()
+        elif self.head[0].lstrip().startswith(b"["):
+            try:
+                items = msgspec.json.decode(self.read(), type=list[msgspec.Raw])
+            except msgspec.MsgspecError as error:
+                raise self.error(1, str(error)) from error
+            yield from ((index, bytes(item)) for index, item in enumerate(items, 1))
+        else:
+            yield 1, self.read()
+
+    @cached_property
+    def _has_rows(self) -> bool:
+        """True for JSON lines: an object per line, or at least not one object in all lines."""
+        if not self.head or self.head[0].lstrip().startswith(b"["):
+            return not self.head
+        if any(_is_object(line) for line in self.head):
+            return True
+        return len(self.head) < PEEKED_LINES and not _is_object(self.read())
+
+    def table(self) -> "Table":
+        """The rows of a CSV file below its header; raises TraceError or OSError."""
+        return Table(self)
+
+    def error(self, line: int, reason: str, hint: str = "") -> TraceError:
+        return TraceError(self.path, [Problem(line, reason, "", self.path, hint)])
+
+    def _open(self) -> BinaryIO:
+        with self.path.open("rb") as stream:
+            zipped = stream.read(2) == _GZIP
+        return io.BufferedReader(gzip.open(self.path)) if zipped else self.path.open("rb")
+
+
+EXCESS = ""
+
+
+class Table:
+    """Rows of a CSV file as dictionaries, with the problems of lines that have other columns."""
+
+    def __init__(self, file: TraceFile) -> None:
+        self._file = file
+        self._reader = csv.DictReader(self._text(), restkey=EXCESS)
+        try:
+            self.columns = [name.strip() for name in self._reader.fieldnames or ()]
+        except csv.Error as error:
+            raise file.error(1, str(error)) from error
+        self._reader.fieldnames = self.columns
+
+    def _text(self) -> Iterator[str]:
+        return (line.decode("utf-8", "replace") for _, line in self._file.all_lines())
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any] | str]]:
+        """(line, fields by column, or the reason why there are none)."""
+        while True:
+            try:
+                fields = next(self._reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield self._reader.reader.line_num, str(error)
+                continue
+            excess = EXCESS in fields
+            yield self._reader.line_num, "more fields than columns" if excess else fields
+
+
+def _is_object(text: bytes) -> bool:
+    try:
+        msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except msgspec.MsgspecError:
+        return False
+    return True
+
+
+def trace_files(sources: Iterable[str]) -> list[TraceFile]:
+    """The files that the sources name; of a folder, those below it with a trace's suffix.
+
+    Raises SourceError.
+    """
+    found: list[Path] = []
+    for source in sources:
+        path = Path(source)
+        if not path.is_dir():
+            found.append(path)
+            continue
+        inside = sorted(file for file in path.rglob("*") if _is_trace(file, path))
+        if not inside:
+            known = ", ".join(SUFFIXES)
+            raise SourceError(f"{source}: no trace in this folder ({known}, or those with .gz)")
+        found.extend(inside)
+    return [TraceFile(path) for path in found]
+
+
+def _is_trace(file: Path, folder: Path) -> bool:
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    return not hidden and file.is_file() and file.name.removesuffix(".gz").endswith(SUFFIXES)

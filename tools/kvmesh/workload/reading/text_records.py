@@ -1,0 +1,215 @@
+"""The requests in one record with texts or messages."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from kvmesh.workload.model import HUMAN, TOOL
+from kvmesh.workload.reading.options import TimeUnit
+
+ANSWERS = ("assistant", "gpt", "ai", "model", "bot", "chatgpt", "bing", "bard")
+TOOLS = ("tool", "function", "observation", "ipython", "environment")
+CONVERSATIONS = ("conversations", "conversation", "history", "messages", "trajectory")
+PROMPTS = ("text_input", "text", "prompt", "question", "instruction", "input", "query", "content")
+OUTPUTS = ("output", "response", "completion", "answer")
+OUTPUT_TOKENS = (
+    "output_length",
+    "output_tokens",
+    "output_tokens_count",
+    "completion_tokens_count",
+    "completion_tokens",
+    "expected_output_len",
+    "max_tokens",
+)
+
+
+class TextRequest(Struct, kw_only=True):
+    """A request as text.
+
+    `time` is in `unit`. With `grows`, the prompt is what a turn adds to the conversation; with
+    `adds`, the format leaves open which of both it is.
+    """
+
+    prompt: bytes
+    session: str | None = None
+    output: bytes | None = None
+    output_tokens: int | None = None
+    time: float | None = None
+    unit: TimeUnit = "ms"
+    delay_ms: float | None = None
+    grows: bool = False
+    adds: bool = False
+    wait: str = ""
+
+
+def is_text(fields: Mapping[str, Any]) -> bool:
+    """True if a record holds a prompt, messages or turns."""
+    names = ("turns", "texts", *CONVERSATIONS, *PROMPTS)
+    return any(isinstance(fields.get(name), str | list) for name in names)
+
+
+def requests_of(record: Mapping[str, Any], name: str) -> Iterator[TextRequest]:
+    """The requests of a record; `name` names its session if the record does not."""
+    fields = {key: value for key, value in record.items() if value not in (None, "")}
+    if isinstance(fields.get("turns"), list):
+        return _turns(fields, name)
+    conversation = next((fields[key] for key in CONVERSATIONS if _is_list(fields, key)), None)
+    if conversation is not None and not _is_one_request(fields, conversation):
+        return _answers(_steps(conversation), _session(fields) or name)
+    return iter([_single(fields, conversation)])
+
+
+def _is_list(fields: Mapping[str, Any], key: str) -> bool:
+    return isinstance(fields.get(key), list) and bool(fields[key])
+
+
+def _is_one_request(fields: Mapping[str, Any], conversation: list[Any]) -> bool:
+    """True if all messages are the prompt: their answer or its length stands beside them."""
+    if _output_tokens(fields) is not None or isinstance(fields.get("output"), str):
+        return True
+    return _role(_steps(conversation)[-1]) not in ANSWERS
+
+
+def _single(fields: Mapping[str, Any], conversation: list[Any] | None) -> TextRequest:
+    output = next((fields[key] for key in OUTPUTS if isinstance(fields.get(key), str)), None)
+    time, unit = _time(fields)
+    delay = fields.get("delay")
+    gap = fields.get("pre_gap")
+    if delay is None and gap is not None:
+        delay = float(gap) * 1e3
+    return TextRequest(
+        prompt=_prompt(fields, conversation),
+        session=_session(fields),
+        output=None if output is None else output.encode(),
+        output_tokens=_output_tokens(fields),
+        time=time,
+        unit=unit,
+        delay_ms=None if delay is None else float(delay),
+        adds="text_input" in fields,
+    )
+
+
+def _prompt(fields: Mapping[str, Any], conversation: list[Any] | None) -> bytes:
+    head = b""
+    if _is_list(fields, "tools"):
+        head = msgspec.json.encode(fields["tools"])
+    if conversation is not None:
+        return head + b"".join(map(_rendered, _steps(conversation)))
+    if _is_list(fields, "texts"):
+        return head + "\n".join(map(str, fields["texts"])).encode()
+    system = fields.get("system_prompt") or fields.get("system") or ""
+    for key in PROMPTS:
+        value = fields.get(key)
+        if isinstance(value, str):
+            return head + f"{system}{value}".encode()
+        if isinstance(value, list) and value:
+            return head + b"".join(_rendered(each) for each in value)
+    raise msgspec.ValidationError("no text, messages or answer in this record")
+
+
+def _time(fields: Mapping[str, Any]) -> tuple[float | None, TimeUnit]:
+    if fields.get("session_timestamp") is not None:
+        return float(fields["session_timestamp"]), "s"
+    if fields.get("timestamp") is not None:
+        recorded = "input" in fields and "session_id" in fields
+        return float(fields["timestamp"]), "s" if recorded else "ms"
+    if fields.get("relative_timestamp") is not None:
+        return float(fields["relative_timestamp"]), "s"
+    return None, "ms"
+
+
+def _session(fields: Mapping[str, Any]) -> str | None:
+    for key in ("session_id", "conversation_id", "instance_id", "traj_id", "id"):
+        if fields.get(key) is not None:
+            return str(fields[key])
+    return None
+
+
+def _output_tokens(fields: Mapping[str, Any]) -> int | None:
+    for key in OUTPUT_TOKENS:
+        if fields.get(key) is not None:
+            return int(float(fields[key]))
+    return None
+
+
+def _turns(fields: Mapping[str, Any], name: str) -> Iterator[TextRequest]:
+    """AIPerf's multi-turn conversations: each turn adds its text."""
+    session = _session(fields) or name
+    for index, turn in enumerate(fields["turns"]):
+        each = {"text": turn} if isinstance(turn, str) else turn
+        one = _single({key: value for key, value in each.items() if value is not None}, None)
+        one.session = session
+        one.grows = index > 0
+        one.wait = HUMAN if index else ""
+        one.adds = False
+        if index and one.time is None:
+            one.delay_ms = one.delay_ms or 0.0
+        yield one
+
+
+def _steps(conversation: list[Any]) -> list[Any]:
+    """The messages of a conversation, or of the steps of SWE-agent's trajectory."""
+    if not any(isinstance(step, dict) and "observation" in step for step in conversation):
+        return conversation
+    messages: list[Any] = []
+    for step in conversation:
+        said = step.get("response") or f"{step.get('thought', '')}\n{step.get('action', '')}"
+        messages += [
+            {"role": "assistant", "content": said},
+            {"role": "tool", "content": step.get("observation") or ""},
+        ]
+    return messages
+
+
+def _answers(messages: list[Any], session: str) -> Iterator[TextRequest]:
+    """A request per answer; its prompt is all that was said before."""
+    prompt = bytearray()
+    before = ""
+    for message in messages:
+        role = _role(message)
+        text = _rendered(message)
+        if role in ANSWERS and prompt:
+            yield TextRequest(
+                prompt=bytes(prompt),
+                session=session,
+                output=text,
+                delay_ms=0.0,
+                wait=TOOL if before in TOOLS else HUMAN,
+            )
+        prompt += text
+        before = role
+
+
+def _role(message: Any) -> str:
+    if not isinstance(message, dict):
+        return "user"
+    return str(message.get("role") or message.get("from") or message.get("user") or "user").lower()
+
+
+def _rendered(message: Any) -> bytes:
+    """The text of a message behind the name of its author."""
+    if isinstance(message, str):
+        return message.encode() + b"\n"
+    if not isinstance(message, dict):
+        raise TypeError(f"Expected `object` or `str`, got `{type(message).__name__}` - in messages")
+    parts = [_role(message).encode(), b"\n"]
+    content = next((message[k] for k in ("content", "value", "text") if message.get(k)), "")
+    parts += [_part(part) for part in (content if isinstance(content, list) else [content])]
+    if message.get("tool_calls"):
+        parts.append(msgspec.json.encode(message["tool_calls"]))
+    return b"".join([*parts, b"\n"])
+
+
+def _part(part: Any) -> bytes:
+    """The text of a part of a message; images and the like have none."""
+    if isinstance(part, str):
+        return part.encode()
+    if not isinstance(part, dict):
+        return b""
+    for key in ("text", "thinking", "content"):
+        if isinstance(part.get(key), str):
+            return str(part[key]).encode()
+    called = part.get("input") or part.get("arguments")
+    return msgspec.json.encode(called) if called else b""
