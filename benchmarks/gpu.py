@@ -34,7 +34,7 @@ from kv_node import node
 from vllm_alone import Replay, run
 from vllm_alone import Scale as TraceScale
 
-from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
+from kvmesh.worker.models.tiny_model import make_tiny_model
 
 PARTS = ("copies", "torch", "kvbm", "retention")
 NEED_VLLM = ("kvbm", "retention")

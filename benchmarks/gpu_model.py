@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import torch
 
-from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
+from kvmesh.worker.models.tiny_model import make_tiny_model
 
 Shape = Literal["30m", "700m", "8b"]
 CONTEXT = 16384

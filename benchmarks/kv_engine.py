@@ -92,7 +92,7 @@ def make_model(folder: Path) -> None:
     """A Llama of 30 M parameters with random weights: 16 KiB of KV per token."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
+    from kvmesh.worker.models.tiny_model import make_tiny_model
 
     make_tiny_model(folder)
     config = LlamaConfig(

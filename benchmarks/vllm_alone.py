@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--concurrent", action="store_true", help="all agents at the same time")
     options = parser.parse_args()
-    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
+    from kvmesh.worker.models.tiny_model import make_tiny_model
 
     rounds: dict[bool, list[list[float]]] = {False: [], True: []}
     with tempfile.TemporaryDirectory() as name:

@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=12_000)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
+    from kvmesh.worker.models.tiny_model import make_tiny_model
 
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "tiny"

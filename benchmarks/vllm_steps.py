@@ -209,7 +209,7 @@ def main() -> None:
     if options.serve:
         serve(options.model, options.blocks, options.serve)
         return
-    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
+    from kvmesh.worker.models.tiny_model import make_tiny_model
 
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "tiny"

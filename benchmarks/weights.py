@@ -73,7 +73,7 @@ class Bench:
         if not engines:
             write_plain_weights(self.model, size)
         elif quick:
-            from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
+            from kvmesh.worker.models.tiny_model import make_tiny_model
 
             make_tiny_model(self.model)
         else:

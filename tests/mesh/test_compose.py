@@ -21,7 +21,7 @@ from support.compose import (
 
 from kvmesh.bus.permissions import inbox_prefix
 from kvmesh.settings import Settings, load
-from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
+from kvmesh.worker.models.tiny_model import make_tiny_model
 
 SERVICES = ("indexer", "router", "kvbm", "worker", "frontend", "dashboard")
 IN_PLACE_OF = {"engine": "worker", "openai": "worker"}

@@ -131,7 +131,7 @@ async def test_a_real_model_has_the_same_output_with_kv_of_another_worker(
     mesh: Mesh, tmp_path: Path
 ) -> None:
     pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
-    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
+    from kvmesh.worker.models.tiny_model import make_tiny_model
 
     make_tiny_model(tmp_path / "tiny")
     mesh.env |= {

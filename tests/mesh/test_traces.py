@@ -170,7 +170,7 @@ async def test_hand_offs_and_blocks_of_lower_tiers_are_parts_of_the_trace(
     mesh: Mesh, collector: Collector, tmp_path: Path
 ) -> None:
     pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
-    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
+    from kvmesh.worker.models.tiny_model import make_tiny_model
 
     make_tiny_model(tmp_path / "tiny")
     mesh.env |= {
@@ -220,7 +220,7 @@ async def test_blocks_that_nodes_share_are_parts_of_the_trace(
 ) -> None:
     """The kvbm in the west has that in the east load blocks from its disk, and borrows them."""
     pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
-    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
+    from kvmesh.worker.models.tiny_model import make_tiny_model
 
     make_tiny_model(tmp_path / "tiny")
     port = free_port()

@@ -16,7 +16,7 @@ def _folder(name: str) -> Path:
 @cache
 def tiny_model(seed: int = 0) -> Path:
     """The folder of a model; another seed gives other weights."""
-    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
+    from kvmesh.worker.models.tiny_model import make_tiny_model
 
     folder = _folder("tiny")
     make_tiny_model(folder, seed)
@@ -29,7 +29,7 @@ def slow_model(intermediate_size: int = 4096) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
+    from kvmesh.worker.models.tiny_model import make_tiny_model
 
     folder = _folder("slow")
     make_tiny_model(folder)

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
 
 def _tiny(folder: Path, seed: int) -> int:
-    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
+    from kvmesh.worker.models.tiny_model import make_tiny_model
 
     try:
         make_tiny_model(folder, seed)

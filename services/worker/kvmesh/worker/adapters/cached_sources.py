@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from kvmesh.index import TIERS
 
-SERVED = "KvmeshServedTokens"  # key among the statistics of several connectors
+LOADED_TOKENS = "KvmeshLoadedTokens"  # key among the statistics of several connectors
 SERIES = "vllm:prompt_tokens_cached_by_source_total"
 DEVICE = "device"
 _TIERS = {DEVICE: 0, "host": 1, "disk": 2}

@@ -20,7 +20,7 @@ def default_model(engine: str, cleanup: ExitStack) -> Path:
         return model_dir()
     if engine != "torch":
         raise EngineConfigError(f"the {engine} engine needs a model: --model FOLDER")
-    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model  # loads numpy
+    from kvmesh.worker.models.tiny_model import make_tiny_model  # loads numpy
 
     folder = cleanup.enter_context(ScratchFolder()).path / "tiny"
     log.info("no model given: creating a tiny one with random weights")

@@ -10,13 +10,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvmesh.index import TIERS
-from kvmesh.worker.adapters.cached_sources import SERVED, source_tier
+from kvmesh.worker.adapters.cached_sources import LOADED_TOKENS, source_tier
 from kvmesh.worker.adapters.request_origin import OriginError, request_origin
 from kvmesh.worker.engines.vllm.prometheus import UnexportedStats
 from kvmesh.worker.engines.vllm.transfer_config import PACKAGE
 
 
-class ServedTokens(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types here
+class LoadedTokens(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types here
     """For each request, the tokens that were loaded from each tier, from tier 1 on."""
 
     data: dict[str, Any]
@@ -66,7 +66,7 @@ class MultiConnector(multi_connector.MultiConnector):  # type: ignore[misc]  # a
         stats = super().get_kv_connector_stats()
         if self._served:
             stats = stats or multi_connector.MultiKVConnectorStats()
-            stats[SERVED] = ServedTokens(self._served)
+            stats[LOADED_TOKENS] = LoadedTokens(self._served)
             self._served = {}
         return stats
 
@@ -75,13 +75,13 @@ class MultiConnector(multi_connector.MultiConnector):  # type: ignore[misc]  # a
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
         """Without the served tokens: vLLM looks for a connector of each name."""
-        others = {name: stats for name, stats in (data or {}).items() if name != SERVED}
+        others = {name: stats for name, stats in (data or {}).items() if name != LOADED_TOKENS}
         return super().build_kv_connector_stats(others if data is not None else None)
 
     @classmethod
     def build_prom_metrics(cls, *arguments: Any) -> multi_connector.MultiKVConnectorPromMetrics:
         metrics = super().build_prom_metrics(*arguments)
-        metrics._prom_metrics[SERVED] = UnexportedStats(*arguments)
+        metrics._prom_metrics[LOADED_TOKENS] = UnexportedStats(*arguments)
         return metrics
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
+from kvmesh.worker.models.tiny_model import make_tiny_model
 
 FILE = "model.safetensors"
 MAKE = """
