@@ -10,7 +10,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from kvmesh.index import TIERS
 from kvmesh.runtime.lru import LruCache
 from kvmesh.worker.adapters.cached_sources import LOADED_TOKENS
-from kvmesh.worker.adapters.connector_series import CORRUPT, LOAD_RATIO, LOADED, SKIPPED, WRITTEN
+from kvmesh.worker.adapters.connector_series import CORRUPT, LOAD_RATIO, SKIPPED, WRITTEN
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.enginecore.counters import EngineCounters
 from kvmesh.worker.engines.vllm.kvbm.settings import CONNECTOR as KVBM_CONNECTOR
