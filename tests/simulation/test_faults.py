@@ -6,7 +6,7 @@ import pytest
 from support.simulation import faults
 from support.simulation.world import simulate
 
-from kvmesh.bus.messages import SeqEvent, SeqFree
+from kvmesh.bus.messages import Refused, SeqEvent, SeqFree
 from kvmesh.bus.streams.publisher import ACK_TIMEOUT_S, KvPublisher
 from kvmesh.bus.streams.reader import StreamReader
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
@@ -46,11 +46,12 @@ def test_an_unread_message_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("has not read the stored message" in text for text in broken({"rewind", "recreate"}))
 
 
-def test_a_second_reply_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_other_reply_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     reply = ModelRouter._reply
 
     def twice(self: ModelRouter, ticket: Ticket) -> None:
         reply(self, ticket)
+        ticket.result = Refused(code="unavailable", reason="another reply")
         reply(self, ticket)
 
     monkeypatch.setattr(ModelRouter, "_reply", twice)

@@ -19,6 +19,7 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.client import JetStreamContext
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.connection.direct_client import REPEAT_S
 from support.simulation.faults import Faults
 from support.simulation.loop import NODE, SimLoop
 
@@ -248,6 +249,7 @@ class SimClient:
         timeout: float = 0.5,
         old_style: bool = False,
         headers: dict[str, Any] | None = None,
+        repeats: bool = False,
     ) -> Msg:
         if not self._inbox:
             self._inbox = self.new_inbox()
@@ -256,12 +258,20 @@ class SimClient:
         future: asyncio.Future[Msg] = self.loop.create_future()
         self._waiting[reply] = future
         timer = self.loop.call_later(timeout, _expire, future)
+        repeated = self.loop.create_task(self._repeat(subject, payload, reply)) if repeats else None
         try:
             await self.publish(subject, payload, reply, headers)
             return await future
         finally:
             timer.cancel()
+            if repeated is not None:
+                repeated.cancel()
             del self._waiting[reply]
+
+    async def _repeat(self, subject: str, payload: bytes, reply: str) -> None:
+        while True:
+            await asyncio.sleep(REPEAT_S)
+            self.try_publish(subject, payload, reply)
 
     def _on_reply(self, msg: Msg) -> None:
         future = self._waiting.get(msg.subject)

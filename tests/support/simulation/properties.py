@@ -1,8 +1,8 @@
 """Properties of a simulated mesh that must hold always or once its faults have ended."""
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -219,6 +219,6 @@ def _order(queue: PlacementQueue) -> dict[tuple[int, str], list[str]]:
     return order
 
 
-def duplicate_replies(answers: Counter[str]) -> list[str]:
-    """Queries with more than one reply."""
-    return [f"{n} replies to one query" for n in answers.values() if n > 1]
+def differing_replies(answers: Mapping[str, set[bytes]]) -> list[str]:
+    """Queries with more than one reply; a router may send one again."""
+    return [f"{len(found)} replies to one query" for found in answers.values() if len(found) > 1]

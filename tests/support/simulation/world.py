@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 import re
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,7 +95,7 @@ class World:
         self.log: deque[str] = deque(maxlen=LOG_LINES)
         self._processes_started = 0
         self._reply_subjects: set[str] = set()
-        self.answers: Counter[str] = Counter()
+        self.answers: dict[str, set[bytes]] = {}
         self.compared = 0
         self._requests_before_healing: dict[str, int] | None = None  # None: faults may still occur
 
@@ -163,7 +163,7 @@ class World:
 
     def _check_end(self) -> None:
         self.broken += self.loop.failures
-        self.broken += properties.duplicate_replies(self.answers)
+        self.broken += properties.differing_replies(self.answers)
 
     def result(self) -> Result:
         requests = sum(caller.sent for caller in self.callers)
@@ -288,7 +288,7 @@ class World:
         if subject.startswith(ROUTE):
             self._reply_subjects.add(reply)
         elif subject in self._reply_subjects and not isinstance(_news.decode(data), Parked):
-            self.answers[subject] += 1
+            self.answers.setdefault(subject, set()).add(data)
 
 
 class LogRecorder(logging.Handler):
