@@ -19,6 +19,7 @@ from support.frontend import (
     Client,
     ScriptedRouter,
     ScriptedWorker,
+    attempt,
     client_session,
     scripted_router,
     scripted_worker,
@@ -608,7 +609,7 @@ async def test_a_hinted_turn_is_prefilled_speculatively_and_its_use_counted(
     stage.a.control_ok = True
     assert real.tokens.startswith(ahead.tokens)
     assert ahead.id in [command.request for command in commands_received(stage.a, Cancel)]
-    outcome = await outcome_of(stage, real.request)
+    outcome = await outcome_of(stage, attempt(real))
     assert outcome.ahead is not None
     assert (outcome.ahead.prefetch, outcome.ahead.after) == (ahead.id, answer["id"])
     assert (outcome.ahead.tokens, outcome.ahead.differs) == (ahead.compute, False)

@@ -387,7 +387,7 @@ SENDS: dict[str, set[str]] = {
 HEARS: dict[str, set[str]] = {
     SUBJECTS.kv_all: LOOKS,
     SUBJECTS.route_all: LOOKS,
-    SUBJECTS.seq_all: LOOKS,
+    SUBJECTS.seq_all: {"router", *LOOKS},
     SUBJECTS.scaling_all: LOOKS,
     SUBJECTS.load_all: {"router", "indexer", "planner", *LOOKS},
     SUBJECTS.starting_all: {"planner", *LOOKS},

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from agent_sessions import PLACEHOLDER, sessions
+from support.frontend import attempt
 from support.tap import Tap
 from support.up import Up
 from support.wait import PATIENCE_S
@@ -77,7 +78,7 @@ def post(up: Up, path: str, body: dict[str, Any], tenant: str) -> tuple[str, dic
 async def assert_as_without_cache(up: Up, tap: Tap, request: str) -> int:
     """Assert that a request's answer is that to its prompt without a cache; its cached tokens."""
     outcome = await tap.outcome_of(request)
-    (work,) = (each for each in tap.works if each.request == request)
+    (work,) = (each for each in tap.works if attempt(each) == request)
     prompt = array("I", work.tokens).tolist()
     body = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
     again, _ = post(up, "/v1/completions", body, f"alone-{request}")

@@ -75,7 +75,7 @@ class ScriptedRouter:
 
 def attempt(work: Work) -> str:
     """The name that routers have for what a worker has as `work`."""
-    return work.request.rpartition(".")[0]
+    return work.request.removesuffix(work.ref)
 
 
 class ScriptedWorker:

@@ -97,8 +97,8 @@ class Tap:
 
 
 def _request(attempt: str) -> str:
-    """The request of which this is an attempt: the second of r is r.1."""
-    return attempt.partition(".")[0]
+    """The request of which this is an attempt: the second of r is r.1, for its worker r.1#NAME."""
+    return attempt.partition("#")[0].partition(".")[0]
 
 
 def shared(before: Work, after: Work) -> int:

@@ -113,7 +113,7 @@ class ControlServer:
                 )
             if left := await self._undropped(CLEAR_S):
                 reason = f"the remote store has not dropped {left} blocks yet"
-        kept = [NotCleared(REMOTE, reason)] if left else []
+        kept = [NotCleared(REMOTE, reason)] if reason else []
         reply(ControlReply(not kept, reason, blocks, not_cleared=kept))
 
     def dump(self, request: Dump) -> ControlReply:

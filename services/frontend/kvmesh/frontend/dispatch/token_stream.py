@@ -114,8 +114,8 @@ class TokenStream:
         self.inherited = len(self.tokens)
 
     def _name(self, attempt: str) -> None:
-        token = secrets.token_urlsafe(6)
-        self.attempt, self.work, self.ref = attempt, f"{attempt}.{token}", f"#{token}"
+        ref = f"#{secrets.token_urlsafe(6)}"
+        self.attempt, self.ref, self.work = attempt, ref, attempt + ref
 
     def dispatched(self, instance: str, now: float) -> None:
         """The current attempt is offered to `instance`."""

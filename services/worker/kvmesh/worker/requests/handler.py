@@ -4,6 +4,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
 from kvmesh.bus.messages import Load, Tokens, Work, WorkReply
 from kvmesh.prompt_delta.tokens import PromptCache
 from kvmesh.settings.schema import WorkerSettings
@@ -17,6 +19,7 @@ from kvmesh.worker.requests.output_sender import OutputSender
 from kvmesh.worker.requests.serving_sample import ServingSample
 
 log = logging.getLogger(__name__)
+REF = "#"  # begins the part of a request's name that only its frontend and its worker know
 
 
 class RequestHandler:
@@ -65,17 +68,18 @@ class RequestHandler:
 
     def accept(self, received: Work, info: EngineInfo, now: float) -> WorkReply:
         """Submit work to the engine, now or once its constraint is compiled; or refuse it."""
-        if received.request in self._outputs:
+        if self._engine_name(received.request) in self._outputs:
             return admission.ACCEPTED
-        work = self._prompts.complete(received)
-        if work is None:
+        named = self._prompts.complete(received)
+        if named is None:
             return admission.INCOMPLETE
+        work = engine_named(named)
         if reason := admission.rejection_reason(work, info, self._worker.constraint_bytes):
             return admission.invalid(reason)
         compiles = self._compiler.must_compile(work)
         if self._is_full(work.rank) or (compiles and not self._compiler.has_capacity(work)):
             return admission.BUSY
-        self._outputs.start(work, *default_outcomes(work, info), now)
+        self._outputs.start(work, *default_outcomes(work, info), now, named.request)
         if work.traceparent and (trace := engine_trace(work)) is not None:
             self._traces[work.request] = trace
         if compiles:
@@ -85,7 +89,7 @@ class RequestHandler:
             self._outputs.drop(work.request)
             self._drop_trace(work.request)
             return admission.invalid(reason)
-        return admission.STORED if self._prompts.store(work, received.base) else admission.ACCEPTED
+        return admission.STORED if self._prompts.store(named, received.base) else admission.ACCEPTED
 
     def output(self, deltas: list[OutputDelta], now: float) -> bool:
         """Number the tokens of `deltas` and send them to their frontends.
@@ -102,7 +106,7 @@ class RequestHandler:
 
     def resend(self, request: str, offset: int) -> bool:
         """Send a request's output again from the `offset`-th token; False if it is unknown."""
-        found = self._outputs.output_from(request, offset)
+        found = self._outputs.output_from(self._engine_name(request), offset)
         if found is not None:
             self._send(found[0], [found[1]])
         return found is not None
@@ -114,6 +118,7 @@ class RequestHandler:
 
     def abort(self, request: str) -> bool:
         """Abort a request; False if it is unknown."""
+        request = self._engine_name(request)
         return self._compiler.abort(request) or self._engine.abort(request)
 
     def abort_all(self) -> None:
@@ -141,6 +146,10 @@ class RequestHandler:
     def close(self) -> None:
         """Stop compiling constraints."""
         self._compiler.close()
+
+    def _engine_name(self, request: str) -> str:
+        """The engine's name of a request that a frontend names."""
+        return request if request in self._outputs else request.rpartition(REF)[0] or request
 
     def _submit(self, work: Work) -> str:
         """Submit work to the engine; return the reason if the engine refuses it."""
@@ -177,3 +186,9 @@ class RequestHandler:
         if self._outputs.live_count < limit:
             return False
         return any(load.rank == rank and load.waiting >= limit for load in self._load())
+
+
+def engine_named(work: Work) -> Work:
+    """The work under the name that routers and block managers have for it, too."""
+    name = work.request.removesuffix(work.ref) if work.ref else work.request
+    return work if name == work.request else replace(work, request=name)

@@ -15,7 +15,10 @@ DEVICE_TIME_S = 1.0  # of a request that runs on, its device time is sent at mos
 
 
 class RequestOutput:
-    """The output of one request, `name` in its chunks, from its token `first` on."""
+    """The output of one request, from its token `first` on.
+
+    It is `name` in its chunks and `end_name` in the last one, by which `kvmesh tail` knows it.
+    """
 
     __slots__ = (
         "accepted_at",
@@ -23,6 +26,7 @@ class RequestOutput:
         "cached",
         "decode",
         "device_s",
+        "end_name",
         "error",
         "finish",
         "first",
@@ -42,6 +46,7 @@ class RequestOutput:
     def __init__(
         self,
         name: str,
+        end_name: str,
         frontend: str,
         first: int,
         retention: list[str] | None,
@@ -52,6 +57,7 @@ class RequestOutput:
         now: float,
     ) -> None:
         self.name = name
+        self.end_name = end_name
         self.accepted_at = now
         self.waited_s: float | None = None
         self.frontend = frontend
@@ -90,7 +96,7 @@ class RequestOutput:
         self.decode = delta.decode or self.decode
         self.invalid = delta.invalid
         return Chunk(
-            self.name if delta.finish is None else delta.request,  # `kvmesh tail` shows ends
+            self.name if delta.finish is None else self.end_name,
             offset,
             delta.tokens,
             delta.finish,
@@ -170,13 +176,17 @@ class OutputBuffer:
         retention: list[str] | None = None,
         decode: str | None = None,
         now: float = 0.0,
+        name: str = "",
     ) -> None:
-        """Start a request; `retention` goes out with its first tokens, `decode` with its last.
+        """Start a request, which its frontend calls `name`, by default as the engine does.
+
+        `retention` goes out with its first tokens, `decode` with its last.
 
         Both apply only if the engine reports no outcomes.
         """
         self._by_request[work.request] = RequestOutput(
-            work.ref or work.request,
+            work.ref or name or work.request,
+            name or work.request,
             work.frontend,
             work.generated,
             retention,
