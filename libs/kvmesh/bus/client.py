@@ -142,6 +142,7 @@ class Bus:
         self.patient = patient
         self.on_reconnect: list[Callable[[], None]] = []
         self.clock = ServerClock()
+        self.stored: dict[str, float] = {}  # streams stored into since the keeper's last look
         self.on_lost: list[Callable[[], None]] = []
         self.closing = False
         self.counts = BusCounts()
@@ -303,6 +304,7 @@ class Bus:
             self.acks.arrived(stream)
             raise
         self.acks.arrived(stream)
+        self.stored.setdefault(stream, self.connected_at)
         return result
 
     async def _store(

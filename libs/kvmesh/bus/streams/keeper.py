@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
+from math import inf
 
 import msgspec
 from msgspec import Raw, Struct
@@ -292,7 +293,9 @@ class StreamKeeper:
         info.config = info.config.copy()
         self._readers = max(self._readers, info.state.consumer_count)
         before, self._seen[name] = self._seen.get(name), info
-        if before is None or not before.state.last_seq:
+        # what this process has stored since the last look, by the connection before this one
+        stored = self._bus.stored.pop(name, inf) < self._bus.connected_at
+        if before is None or not (before.state.last_seq or stored):
             return
         if before.created != info.created:
             self._lose(name, "was lost")
