@@ -10,7 +10,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from kvmesh.index import TIERS
 from kvmesh.runtime.lru import LruCache
 from kvmesh.worker.adapters.cached_sources import LOADED_TOKENS
-from kvmesh.worker.adapters.connector_series import CORRUPT, LOAD_RATIO, SKIPPED, WRITTEN
+from kvmesh.worker.adapters.connector_series import CORRUPT, LOAD_RATIO, LOADED, SKIPPED, WRITTEN
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.enginecore.counters import EngineCounters
 from kvmesh.worker.engines.vllm.kvbm.settings import CONNECTOR as KVBM_CONNECTOR
@@ -112,7 +112,7 @@ class RankStats:
         for request, outcomes in stats.get(OUTCOMES, {}).items():
             self._outcomes.put(request, outcomes)
         self._connector |= {k: v for k, v in stats.items() if k in (WRITTEN, SKIPPED, CORRUPT)}
-        for request, blocks in stats.get(LOADED_TOKENS, {}).items():
+        for request, blocks in stats.get(LOADED, {}).items():
             self._loaded.put(request, blocks)
             for tier, count in enumerate(blocks, 1):
                 self._loaded_blocks[tier] += count
