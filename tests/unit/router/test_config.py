@@ -16,6 +16,7 @@ from kvmesh.settings.schema import RouterSettings
         ({"policy": "fastest"}, "policy"),
         ({"overlap_credits": [1.0, 0.5, -0.1, 0.0]}, "overlap_credits"),
         ({"decode_credits": [float("nan"), 0.0, 0.0, 0.0]}, "decode_credits"),
+        ({"prefill_credits": [1.5, 0.0, 0.0, 0.0]}, "prefill_credits"),
         ({"temperature": float("inf")}, "temperature"),
         ({"prefill_weight": float("nan")}, "prefill_weight"),
         ({"predicted_ttl_s": 400.0}, "predicted_ttl_s"),

@@ -3,7 +3,7 @@
 from support.layers import imports_of, modules_of, upward_imports
 
 LAYERS = [
-    ["embedded"],
+    ["kv_router"],
     ["service"],
     ["model_router"],
     ["adapter_orders"],

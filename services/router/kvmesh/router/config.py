@@ -13,6 +13,9 @@ def check_settings(settings: RouterSettings) -> None:
     """Raise RouterConfigError naming the key and the reason if the settings are invalid."""
     for key in settings.__struct_fields__:
         _finite(key, getattr(settings, key))
+    for key in ("overlap_credits", "prefill_credits", "decode_credits"):
+        if max(getattr(settings, key)) > 1:
+            raise RouterConfigError(key, "a credit above 1 is more than a block's own prefill")
     if settings.kv_events and settings.predicted_ttl_s > settings.sequence_ttl_s:
         raise RouterConfigError("predicted_ttl_s", "must not be above sequence_ttl_s")
     if settings.rescore_s > settings.starvation_s:

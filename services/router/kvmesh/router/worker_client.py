@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
+from msgspec.structs import replace
+
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import NoResponder, RequestTimeout
 from kvmesh.bus.messages import (
@@ -10,7 +12,6 @@ from kvmesh.bus.messages import (
     Chunk,
     MessageDecoder,
     Resend,
-    Sampling,
     StepOutput,
     Work,
     WorkReply,
@@ -25,17 +26,16 @@ _steps = MessageDecoder(StepOutput)
 
 
 class GenerationError(RouterError):
-    """The worker `instance` refused the prompt, failed, or fell silent."""
+    """The worker `instance` refused the prompt, failed, or fell silent.
 
-    def __init__(self, instance: str, reason: str) -> None:
+    `invalid`: any worker would refuse the prompt or fail at it.
+    """
+
+    def __init__(self, instance: str, reason: str, invalid: bool = False) -> None:
         super().__init__(f"{instance}: {reason}")
         self.instance = instance
         self.reason = reason
-
-
-def new_work(request: str, frontend: str, token_ids: Sequence[int], sampling: Sampling) -> Work:
-    """The message for a worker, which sends its tokens to the out subject of `frontend`."""
-    return Work(request=request, frontend=frontend, tokens=pack(token_ids), sampling=sampling)
+        self.invalid = invalid
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
@@ -46,8 +46,8 @@ def pack(token_ids: Sequence[int]) -> bytes:
         raise ValueError(f"not a token id: {error}") from error
 
 
-async def generate(bus: Bus, instance: str, work: Work, silence: float) -> AsyncIterator[list[int]]:
-    """Yield the tokens of `work` in order.
+async def generate(bus: Bus, instance: str, work: Work, silence: float) -> AsyncIterator[Chunk]:
+    """Yield the chunks of `work` in order, each with new tokens or the finish reason.
 
     Raises GenerationError if the worker refuses, fails, or is silent for `silence` seconds.
     """
@@ -62,8 +62,8 @@ async def generate(bus: Bus, instance: str, work: Work, silence: float) -> Async
     finished = False
     try:
         await _offer(bus, instance, work)
-        async for tokens in _in_order(bus, instance, work.request, chunks, silence):
-            yield tokens
+        async for chunk in _in_order(bus, instance, work, chunks, silence):
+            yield chunk
         finished = True
     finally:
         await subscription.unsubscribe()
@@ -78,14 +78,15 @@ async def _offer(bus: Bus, instance: str, work: Work) -> None:
     except (NoResponder, RequestTimeout) as error:
         raise GenerationError(instance, str(error)) from error
     if reply.status != "accepted":
-        raise GenerationError(instance, reply.reason or reply.status)
+        reason = reply.reason or reply.status
+        raise GenerationError(instance, reason, invalid=reply.status == "invalid")
 
 
 async def _in_order(
-    bus: Bus, instance: str, request: str, chunks: "asyncio.Queue[Chunk]", silence: float
-) -> AsyncIterator[list[int]]:
+    bus: Bus, instance: str, work: Work, chunks: "asyncio.Queue[Chunk]", silence: float
+) -> AsyncIterator[Chunk]:
     """Yield new tokens by offset: drop repeated ones and request missing ones."""
-    received, silent_s = 0, 0.0
+    received, silent_s = work.generated, 0.0
     while True:
         try:
             async with asyncio.timeout(RESEND_S):
@@ -94,17 +95,18 @@ async def _in_order(
             silent_s += RESEND_S
             if silent_s >= silence:
                 raise GenerationError(instance, f"silent for {silence:g} s") from None
-            bus.post(bus.subjects.ctl(instance), Resend(request, received))
+            bus.post(bus.subjects.ctl(instance), Resend(work.request, received))
             continue
         if chunk.offset > received:
-            bus.post(bus.subjects.ctl(instance), Resend(request, received))
+            bus.post(bus.subjects.ctl(instance), Resend(work.request, received))
             continue
         silent_s = 0.0
         fresh = chunk.tokens[received - chunk.offset :]
         received += len(fresh)
-        if fresh:
-            yield fresh
-        if chunk.error is not None:
-            raise GenerationError(instance, chunk.error)
+        if chunk.error is not None or chunk.finish == "abort":
+            invalid = chunk.invalid or chunk.finish == "error"
+            raise GenerationError(instance, chunk.error or "the engine aborted", invalid)
+        if fresh or chunk.finish is not None:
+            yield replace(chunk, tokens=fresh)
         if chunk.finish is not None:
             return

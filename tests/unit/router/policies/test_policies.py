@@ -276,6 +276,24 @@ def test_overrides_hold_for_one_request_only() -> None:
     assert router.decide(request("2", TEN), held, 0.0).chosen.cost == 10.0
 
 
+@pytest.mark.parametrize("name", ["overlap_score_weight", "prefill_load_scale", "prefill_weight"])
+def test_the_overlap_weight_weighs_prefill_and_keeps_the_better_holder(name: str) -> None:
+    router = core("a", "b")
+    held = overlaps({"a": (10,), "b": (5,)})
+    probe = request("1", TEN, overrides={name: 2.0})
+    chosen = Counter(router.decide(probe, held, 0.0).chosen.instance for _ in range(40))
+    assert chosen == {"a": 40}
+    assert {c.cost for c in router.decide(probe, held, 0.0).candidates} == {10.0, 20.0}
+
+
+def test_a_credit_above_one_counts_as_one() -> None:
+    router = core("a", "b")
+    held = overlaps({"a": (10,), "b": (5,)})
+    probe = request("1", TEN, overrides={"overlap_score_credit": 2.0})
+    chosen = Counter(router.decide(probe, held, 0.0).chosen.instance for _ in range(40))
+    assert chosen == {"a": 40}
+
+
 def test_least_loaded_counts_requests_then_blocks() -> None:
     router = core("a", "b", "c", policy="least-loaded")
     for number, (to, blocks) in enumerate((("a", 4), ("b", 9), ("c", 1), ("c", 1))):

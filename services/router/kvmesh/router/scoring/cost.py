@@ -18,9 +18,12 @@ from kvmesh.router.errors import InvalidRouteRequest
 from kvmesh.router.scoring.candidates import Candidates
 from kvmesh.router.state.arrays import ZERO, Floats
 
-_ALIASES = {
+_ALIASES = {  # Dynamo's names
     "overlap_score_credit": "overlap_credit",
-    "overlap_score_weight": "overlap_credit",
+    "overlap_score_credit_decay": "credit_decay",
+    "overlap_score_weight": "prefill_weight",
+    "prefill_load_scale": "prefill_weight",
+    "decode_active_request_weight": "request_weight",
     "router_temperature": "temperature",
 }
 SHORTAGE_COST = 1e6  # per missing block: more than all other terms together
@@ -167,14 +170,18 @@ class CostModel:
         return cost
 
     def overridden(self, overrides: Mapping[str, float]) -> "CostModel":
-        """This model with a request's own weights; raises InvalidRouteRequest naming a bad one."""
+        """This model with a request's own weights; raises InvalidRouteRequest naming a bad one.
+
+        A credit above 1 counts as 1: a block saves at most its own prefill. With more, a rank that
+        holds half of a prompt would equal one that holds all of it.
+        """
         model = self
         for name, value in overrides.items():
             key = _ALIASES.get(name, name)
             if not (math.isfinite(value) and value >= 0):
                 raise InvalidRouteRequest(f"override {name}: {value} is not a weight")
             if key == "overlap_credit":
-                model = replace(model, credits=(value, *model.credits[1:]))
+                model = replace(model, credits=(min(value, 1.0), *model.credits[1:]))
             elif key in _OVERRIDES:
                 model = replace(model, **{key: value})  # type: ignore[arg-type]
             else:
