@@ -31,7 +31,7 @@ SOURCES := $(shell find libs services tools -name '*.py')
 # The tests start hundreds of processes, which would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench servers agents parsers sglang vllm vllm-next vllm-changes streams sanitize docs clean
+.PHONY: setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench servers agents load-generators parsers sglang vllm vllm-next vllm-changes streams sanitize docs clean
 
 setup: $(BUILT)
 
@@ -231,6 +231,16 @@ agents: $(ENGINES) .agents/.installed
 	$(STEP) "installing frameworks from PyPI" .agents/py/bin/pip install --quiet --requirement tests/harnesses/requirements.txt
 	touch $@
 
+# AIPerf, GuideLLM and vLLM's own on a live mesh.
+load-generators: $(ENGINES) .load-generators/.installed $(VLLM_VENV)/.installed
+	$(BIN)/pytest -q -m load_generators tests/load_generators
+
+.load-generators/.installed: tests/load_generators/requirements.txt
+	rm -rf .load-generators
+	$(PYTHON) -m venv .load-generators
+	$(STEP) "installing load generators" .load-generators/bin/pip install --quiet --requirement $<
+	touch $@
+
 docs: setup
 	sed -i '/^## \[/,$$d' docs/configuration.md
 	$(BIN)/kvmesh config --markdown >> docs/configuration.md
@@ -240,4 +250,4 @@ docs: setup
 	$(BIN)/python -m kvmesh.worker.abilities | sed -i '/^<!-- abilities/r /dev/stdin' docs/engines.md
 
 clean:
-	rm -rf $(VENV) $(COMPILED) $(VLLM_NEXT) build .agents .clients .packages .parsers .prometheus .servers .kvmesh .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(COMPILED) $(VLLM_NEXT) build .agents .clients .load-generators .packages .parsers .prometheus .servers .kvmesh .mypy_cache .pytest_cache .ruff_cache

@@ -31,11 +31,10 @@ from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import MockSettings, WorkerSettings
-from kvmesh.worker.engine import EngineContext, create_engine
 from kvmesh.worker.enginecore.sequence import Request, hash_prompt
 from kvmesh.worker.engines.mock.core import CoreOptions, MockCore
 from kvmesh.worker.engines.mock.text.source import TextReading, TextSource
-from kvmesh.worker.node import WorkerNode
+from kvmesh.worker.lives.further_engines import FurtherEngines
 
 LIMITS = StreamLimits(lease_s=30.0)
 PROMPT, SHARED, OUTPUT = 1024, 768, 128
@@ -75,22 +74,17 @@ class Fleet:
 
     def __init__(self, bus: Bus, plan: Plan) -> None:
         mock = MockSettings(blocks=plan.blocks, tick_s=plan.tick_s)
-        self._settings = Settings(mock=mock, worker=WorkerSettings(load_interval_s=1.0))
-        self._nodes = [self._node(bus, index) for index in range(plan.engines)]
+        settings = Settings(mock=mock, worker=WorkerSettings(load_interval_s=1.0))
+        self._engines = FurtherEngines(bus, settings, model_dir(), "w", plan.engines, LIMITS)
+        self._nodes = list(self._engines.nodes.values())
+        self.instances = [node.instance for node in self._nodes]
         self.lags: list[float] = []
 
-    def _node(self, bus: Bus, index: int) -> WorkerNode:
-        engine = create_engine(EngineContext(self._settings, model_dir()))
-        name = f"w{index}"
-        return WorkerNode(bus, engine, self._settings, model_dir(), name, name, LIMITS, print)
-
     async def start(self, bus: Bus) -> None:
-        files = await publish_model(bus, model_dir())
-        for node in self._nodes:
-            await node.start(files)
+        await self._engines.start(await publish_model(bus, model_dir()))
 
     async def close(self) -> None:
-        await asyncio.gather(*(node.close() for node in self._nodes))
+        await self._engines.close(0.0)
 
     def usage(self) -> Usage:
         loads = [load for node in self._nodes for load in node.load()]
@@ -123,7 +117,7 @@ async def _fleet(url: str, plan: Plan, pipe: Connection) -> None:
     fleet = Fleet(bus, plan)
     await fleet.start(bus)
     lag = asyncio.create_task(fleet.watch_lag())
-    pipe.send((before, rss_bytes(os.getpid())))
+    pipe.send((before, rss_bytes(os.getpid()), fleet.instances))
     while await asyncio.to_thread(pipe.recv):
         pipe.send((fleet.usage(), fleet.lags))
         fleet.lags = []
@@ -141,6 +135,7 @@ class Client:
 
     bus: Bus
     plan: Plan
+    instances: list[str]
     sent: dict[str, float] = field(default_factory=dict)
     first: dict[str, float] = field(default_factory=dict)
     count: dict[str, int] = field(default_factory=dict)
@@ -175,7 +170,7 @@ class Client:
         )
         self.sent[name] = time.monotonic()
         reply = await self.bus.request(
-            self.bus.subjects.work(f"w{engine}"), work, MessageDecoder(WorkReply), 10
+            self.bus.subjects.work(self.instances[engine]), work, MessageDecoder(WorkReply), 10
         )
         self.faults += reply.status != "accepted"
 
@@ -215,9 +210,9 @@ async def measure_fleet(url: str, plan: Plan) -> Outcome:
     process = context.Process(target=run_fleet, args=(url, plan, there))
     process.start()
     there.close()  # if the fleet fails, `recv` raises EOFError
-    base, started = await asyncio.to_thread(here.recv)
+    base, started, instances = await asyncio.to_thread(here.recv)
     bus = await Bus.connect(BusOptions(url=url), "client")
-    client = Client(bus, plan)
+    client = Client(bus, plan, instances)
     await client.open()
     names = itertools.count()
     await client.load(WARM_UP_S, names)

@@ -1,11 +1,13 @@
 """HTTP endpoint of services that serve no API: /metrics, /health, /live."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from math import isfinite
 from typing import Protocol
 
 from aiohttp import web
 from prometheus_client import REGISTRY, disable_created_metrics
+from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 
 from kvmesh.runtime.service import StartError
@@ -15,13 +17,27 @@ LINGER_S = 1.0
 disable_created_metrics()  # type: ignore[no-untyped-call]  # `_created` doubles the series of counters
 
 
+class _FiniteGauges:
+    """The registry's metrics without gauges that have no value now.
+
+    Readers warn of `+Inf` and `NaN`, or drop the whole family.
+    """
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in REGISTRY.collect():
+            if metric.type == "gauge":
+                metric.samples = [sample for sample in metric.samples if isfinite(sample.value)]
+            yield metric
+
+
 def render_metrics(http: web.Request) -> web.Response:
     """This process's metrics in the Prometheus text format, or in OpenMetrics if preferred.
 
     Only OpenMetrics carries exemplars.
     """
     encode, content_type = choose_encoder(http.headers.get("Accept", ""))
-    return web.Response(body=encode(REGISTRY), headers={"Content-Type": content_type})
+    body = encode(_FiniteGauges())
+    return web.Response(body=body, headers={"Content-Type": content_type})
 
 
 class MetricsSettings(Protocol):

@@ -1,6 +1,7 @@
 """The HTTP endpoint of metrics and health."""
 
 import gzip
+import math
 import socket
 from typing import Any
 
@@ -8,10 +9,11 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp.compression_utils import ZLibDecompressor
-from prometheus_client import REGISTRY, Histogram
+from aiohttp.test_utils import make_mocked_request
+from prometheus_client import REGISTRY, Gauge, Histogram
 from support.nats import free_port
 
-from kvmesh.runtime.status_http import serve_metrics
+from kvmesh.runtime.status_http import render_metrics, serve_metrics
 from kvmesh.runtime.warnings import Warnings
 from kvmesh.settings import load
 
@@ -60,6 +62,21 @@ async def test_exemplars_and_no_created_series_are_in_openmetrics() -> None:
     finally:
         REGISTRY.unregister(times)
         await runner.cleanup()
+
+
+async def test_a_gauge_without_a_finite_value_is_left_out() -> None:
+    values = Gauge("kvmesh_test_values", "Values in a test", ["of"])
+    for name, value in (("a", 1.0), ("b", math.inf), ("c", math.nan)):
+        values.labels(name).set(value)
+    try:
+        for accept in ("text/plain", "application/openmetrics-text; version=1.0.0"):
+            request = make_mocked_request("GET", "/metrics", headers={"Accept": accept})
+            body = render_metrics(request).body
+            assert isinstance(body, bytes)
+            shown = [line for line in body.decode().splitlines() if "test_values{" in line]
+            assert shown == ['kvmesh_test_values{of="a"} 1.0']
+    finally:
+        REGISTRY.unregister(values)
 
 
 async def test_a_body_that_nobody_reads_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

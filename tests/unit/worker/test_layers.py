@@ -48,7 +48,7 @@ ALLOWED = {
         *("control", "enginecore", "health", "lora", "model_card", "requests"),
         *("roles", "start"),
     },
-    "lives": {"lora", "model_card", "node", "requests", "start", *CONTRACT},
+    "lives": {"health", "lora", "model_card", "node", "requests", "start", *CONTRACT},
     "weights": {"compiled", "model_card", "model_folder", "requests"},
     "service": {
         *("compiled", "engine", "lives", "metrics", "model_card", "model_folder", "models"),

@@ -78,7 +78,8 @@ class Hints(Struct, frozen=True, kw_only=True, omit_defaults=True):
     `ephemeral`: no tier below the engine stores the request's blocks. `conversation` tells the
     conversations of a session apart, 0 if unknown: its upper 32 bits identify the tools and the
     system text, its lower ones the first message of the user. `forked_from` is the session whose
-    history a new session began with.
+    history a new session began with. `load_test`: a load generator sent the request, from which
+    nothing is learned about agents.
     """
 
     priority: int = 0
@@ -93,6 +94,7 @@ class Hints(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ephemeral: bool = False
     conversation: int = 0
     forked_from: str | None = None
+    load_test: bool = False
 
 
 BATCH_PRIORITY = -100  # of batch requests in engines, which compute them after all others
@@ -317,8 +319,8 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     its next prompt, from coarse to fine, such as ["tool", "Bash", "sleep", "64s"] or ["human"];
     ["end"] if it has ended, and empty if that is not known (docs/requests.md). `shown`: earlier
     answers of the conversation in the prompt, None if none of them is stored. `conversation` is
-    the short name of the session's conversation, empty of a raw prompt; `forked_from` is as in
-    `Hints`.
+    the short name of the session's conversation, empty of a raw prompt; `forked_from` and
+    `load_test` are as in `Hints`.
     """
 
     request: str
@@ -351,6 +353,7 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     shown: ShownAnswers | None = None
     conversation: str = ""
     forked_from: str = ""
+    load_test: bool = False
 
 
 RouteEvent: TypeAlias = Decision | Outcome

@@ -16,6 +16,9 @@ class MockSettings(Section, frozen=True, kw_only=True):
         float, Meta(ge=0, lt=1, description="share of blocks that admission leaves free")
     ] = 0.01
     dp_ranks: Annotated[int, Meta(ge=1, le=64, description="data-parallel ranks")] = 1
+    engines: Annotated[
+        int, Meta(ge=1, le=4096, description="engines in one process, each a worker of its own")
+    ] = 1
     speedup: Annotated[
         float, Meta(gt=0, description="factor by which it is faster than real time")
     ] = 1.0

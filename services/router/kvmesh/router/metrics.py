@@ -76,7 +76,7 @@ agents = Gauge(
 )
 agent_window = Gauge(
     f"{_PREFIX}_agent_window",
-    f"Share of the ranks' memory for contexts of active agents, +Inf without a limit: {_SAME}",
+    f"Share of the ranks' memory for contexts of active agents, none without a limit: {_SAME}",
     ["model"],
 )
 agent_rests = Counter(

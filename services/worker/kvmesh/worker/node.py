@@ -97,7 +97,7 @@ class WorkerNode:
     `on_end` is called when the node should leave: with None on a `Drain` command, with the error
     after the engine has died. Files of adapters travel through the `exchange`, if any. On a `Sleep`
     command it sets `wants_sleep`; the owner then calls `doze`, and `leave`, which keeps the engine.
-    `earlier` is the life of a worker that wakes.
+    `earlier` is the life of a worker that wakes, `membership` compares its card with others.
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class WorkerNode:
         timeline: StartTimeline | None = None,
         exchange: CopyExchange | None = None,
         earlier: EarlierLife | None = None,
+        membership: Membership | None = None,
     ) -> None:
         worker = settings.worker
         self._bus = bus
@@ -127,7 +128,7 @@ class WorkerNode:
         self._timeline = timeline or StartTimeline()
         self._earlier = earlier
         self._digests = RankDigests(engine)
-        self._membership = Membership(bus, self._warnings, limits.lease_s)
+        self._membership = membership or Membership(bus, self._warnings, limits.lease_s)
         self._loads = LoadPublisher(bus, instance, worker.load_interval_s, self.load)
         self._requests = RequestHandler(engine, worker, self.load, self._send_chunks, self.output)
         self._adapters = AdapterManager(
@@ -170,6 +171,12 @@ class WorkerNode:
     def ready(self) -> bool:
         """True if routers send requests here."""
         return self._joined and not self.draining and not self._membership.incompatible
+
+    @property
+    def files(self) -> str:
+        """The digest of the model's files; empty before the start."""
+        card = self._lease.card if self._lease is not None else None
+        return card.model.files if card is not None and card.model is not None else ""
 
     @property
     def events_published(self) -> int:

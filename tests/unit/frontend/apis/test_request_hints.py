@@ -57,6 +57,22 @@ def test_a_fork_of_codex_knows_its_origin(metadata: str, origin: str | None) -> 
     assert (hints.session, hints.parent_session, hints.forked_from) == ("t-1", None, origin)
 
 
+@pytest.mark.parametrize(
+    ("head", "load_test"),
+    [
+        (headers(user_agent="aiperf/0.13.0"), True),
+        (headers(user_agent="guidellm/0.8", x_session_affinity="s"), True),
+        (headers(user_agent="aiperf/0.13.0", x_kvmesh_load_test="0"), False),
+        (headers(user_agent="claude-cli/2.1", x_kvmesh_load_test="1"), True),
+        (headers(user_agent="claude-cli/2.1"), False),
+    ],
+)
+def test_a_request_of_a_load_generator_is_a_load_test(
+    head: CIMultiDict[str], load_test: bool
+) -> None:
+    assert request(head).hints.load_test == load_test
+
+
 def test_claude_code_s_user_id_holds_a_session() -> None:
     assert session_in_user_id('{"device_id":"d","session_id":"s"}') == "s"
     assert session_in_user_id("user_abc") is None

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 from support.routing import request, sequence, worker
 
-from kvmesh.bus.messages import Instance, Outcome, Placement, Role
+from kvmesh.bus.messages import Hints, Instance, Outcome, Placement, Role
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.settings.schema import RouterSettings
 
@@ -19,9 +19,14 @@ def core(**settings: bool) -> RouterCore:
     return router
 
 
-def finish(router: RouterCore, name: str, on: str, first: int = 0) -> None:
+def finish(router: RouterCore, name: str, on: str, first: int = 0, load_test: bool = False) -> None:
     placed = router.decide(
-        request(name, sequence(*range(first, first + 10)), placement=Placement(instance=on)),
+        request(
+            name,
+            sequence(*range(first, first + 10)),
+            placement=Placement(instance=on),
+            hints=Hints(load_test=load_test),
+        ),
         None,
         5.0,
     )
@@ -35,6 +40,7 @@ def finish(router: RouterCore, name: str, on: str, first: int = 0) -> None:
         ttft_s=None,
         total_s=1.0,
         finish="stop",
+        load_test=load_test,
     )
     router.learn(outcome, 6.0)
 
@@ -78,6 +84,18 @@ def test_the_kvbm_of_the_workers_node_gets_it_too(expects: bool) -> None:
     forecasts = router.take_forecasts(6.0)
     assert set(forecasts) == ({"c", "k"} if expects else {"k"})
     assert forecasts["k"][0].request == "1"
+
+
+def test_nothing_is_learned_about_agents_from_a_load_test() -> None:
+    router = core()
+    trust(router)
+    finish(router, "1", "a", load_test=True)
+    assert router.take_forecasts(6.0) == {}
+    assert router.speeds.answer == 0
+    finish(router, "2", "a")
+    [forecast] = router.take_forecasts(6.0)["a"]
+    assert forecast.request == "2"
+    assert router.speeds.answer == 1
 
 
 def test_forecasts_can_be_turned_off() -> None:

@@ -14,7 +14,10 @@ _FIRST_WORD = re.compile(r"[a-z]{1,32}")
 _NAMES = {
     "agent-framework": "agent-framework",
     "gemini-cli": "gemini-cli",
+    "genai-perf": "genai-perf",
     "google-adk": "google-adk",
+    "inference-perf": "inference-perf",
+    "k6/": "k6",
     "kimi-cli": "kimi-cli",
     "llama-index": "llama-index",
     "llama_index": "llama-index",
@@ -55,6 +58,15 @@ _WORDS = {
     "mastra": "mastra",
     "smolagents": "smolagents",
     "strands": "strands",
+    "aiperf": "aiperf",
+    "artillery": "artillery",
+    "gatling": "gatling",
+    "guidellm": "guidellm",
+    "hey": "hey",
+    "locust": "locust",
+    "oha": "oha",
+    "vegeta": "vegeta",
+    "wrk": "wrk",
 }
 # libraries and programs that anything may send requests with
 _GENERIC = {
@@ -71,20 +83,27 @@ _GENERIC = {
     "axios": "http-client",
     "mozilla": "browser",
 }
-# by a header that only this harness sends
+# by a header that only this harness sends; X-Session-Affinity is a convention of many
 _HEADERS = {
     "x-claude-code-session-id": "claude-code",
     "x-codex-parent-thread-id": "codex",
     "x-openai-subagent": "codex",
-    "x-session-affinity": "opencode",
 }
+_VLLM_BENCH = "vllm-bench"
+_VLLM_BENCH_ID = re.compile(r"bench-[0-9a-f]{8}-")  # its default prefix of X-Request-Id
 _TITLES = ("x-title", "x-openrouter-title")  # of the program, as OpenRouter asks for it
 # JavaScript's SDKs send the name of their class, which Continue's build shortens
 _SHORTENED = {"ls/js": "continue"}
 KINDS = frozenset(
     (
         *(*_NAMES.values(), *_WORDS.values(), *_GENERIC.values()),
-        *(*_HEADERS.values(), *_SHORTENED.values(), OTHER),
+        *(*_HEADERS.values(), *_SHORTENED.values(), _VLLM_BENCH, OTHER),
+    )
+)
+LOAD_GENERATORS = frozenset(
+    (
+        *("aiperf", "artillery", "gatling", "genai-perf", "guidellm", "hey", "inference-perf"),
+        *("k6", "locust", "oha", "vegeta", "wrk", _VLLM_BENCH),
     )
 )
 HARNESSES = frozenset(
@@ -99,22 +118,27 @@ HARNESSES = frozenset(
 def agent_kind(headers: Headers, child: bool) -> str:
     """The kind, such as `claude-code`; with `/subagent` if it is the `child` of another session.
 
-    The agent is recognised by a header of its own, by its user agent, or by the title that it gives
+    The agent is recognised by its user agent, by a header of its own, or by the title that it gives
     itself; else the kind is that of its library, or `other`. An agent in the user agent counts
     before the library that it names, too.
     """
     agent, library = _named((headers.get("user-agent") or "")[:MAX_AGENT])
-    for name in _HEADERS:
-        if headers.get(name):
-            agent = _HEADERS[name]
-            break
+    if agent is None:
+        agent = next((kind for name, kind in _HEADERS.items() if headers.get(name)), None)
     kind = agent or _titled(headers) or library
+    if kind == "http-client" and _VLLM_BENCH_ID.match(headers.get("x-request-id") or ""):
+        kind = _VLLM_BENCH
     return kind + SUBAGENT if child or headers.get("x-openai-subagent") else kind
 
 
 def is_harness(agent: str) -> bool:
     """True for the kind of an agent, not of a library that others build agents with."""
     return agent.removesuffix(SUBAGENT) in HARNESSES
+
+
+def is_load_generator(agent: str) -> bool:
+    """True for the kind of a program that measures servers."""
+    return agent.removesuffix(SUBAGENT) in LOAD_GENERATORS
 
 
 @lru_cache(maxsize=1024)

@@ -4,9 +4,10 @@ import re
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from kvmesh.bus.messages import Hints, Placement
-from kvmesh.frontend.apis.agent_kinds import agent_kind
+from kvmesh.frontend.apis.agent_kinds import agent_kind, is_load_generator
 from kvmesh.frontend.apis.base import Headers
 from kvmesh.frontend.apis.nvext import (
     AgentContext,
@@ -24,6 +25,7 @@ HEADERS = frozenset(
     (
         *("priority", "strict-priority", "osl", "fair-class", "policy"),
         *("session-id", "parent-session-id", "session-final", "session-ephemeral"),
+        "load-test",
         *("worker-instance-id", "dp-rank"),
     )
 )
@@ -51,8 +53,12 @@ def apply_hints(
     if tenant:
         check_name(tenant, "x-tenant-id")
         request.cache_salt = tenant
-    request.hints = _hints(headers, own, nvext, cache_key)
-    request.agent = agent_kind(headers, request.hints.parent_session is not None)
+    hints = _hints(headers, own, nvext, cache_key)
+    request.agent = agent_kind(headers, hints.parent_session is not None)
+    generator = is_load_generator(request.agent)
+    if generator or own:
+        hints = replace(hints, load_test=_flag(own, "load-test", generator))
+    request.hints = hints
     request.placement = _placement(own, nvext)
     request.policy = _header(own, "policy") or request.policy
 
@@ -164,8 +170,9 @@ def _int(own: Headers, name: str, default: int) -> int:
     return int(text)
 
 
-def _flag(own: Headers, name: str) -> bool:
-    return (_header(own, name) or "").lower() in ("1", "true", "yes")
+def _flag(own: Headers, name: str, default: bool = False) -> bool:
+    text = _header(own, name)
+    return default if text is None else text.lower() in ("1", "true", "yes")
 
 
 def _checked_id(name: str | None) -> str | None:

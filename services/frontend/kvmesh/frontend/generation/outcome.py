@@ -73,6 +73,7 @@ class OutcomeReporter:
                 shown=task.prepared.shown if task.index == 0 else None,
                 conversation=conversation_name(request.hints.conversation),
                 forked_from=request.hints.forked_from or "",
+                load_test=request.hints.load_test,
             ),
         )
         _measure(task, started, now)

@@ -37,14 +37,19 @@ class RouterLearning:
         self.returns = ReturnForecaster(router) if settings.forecast_returns else None
 
     def apply(self, event: RouteEvent | ToolEvent, time: float) -> None:
-        """Learn from an event of this router, a replica or a harness."""
+        """Learn from an event of this router, a replica or a harness.
+
+        Requests of load tests show the speeds of ranks, and nothing about agents.
+        """
+        load_test = _of_load_test(event)
         if isinstance(event, Outcome):
-            self._speeds.observe_answer(event.output_tokens)
+            if not load_test:
+                self._speeds.observe_answer(event.output_tokens)
             self._speed_trial.on_finished(event)
         elif isinstance(event, Decision):
             slot = self._table.find_slot(event.chosen.instance, event.chosen.rank)
             self._speed_trial.on_placed(event, slot)
-        if self.returns is None:
+        if self.returns is None or load_test:
             return
         if isinstance(event, ToolEvent):
             self.returns.on_tool(event, time)
@@ -83,3 +88,9 @@ class RouterLearning:
                     if each.expects_returns:
                         found.setdefault(each.instance, []).append(forecast)
         return found
+
+
+def _of_load_test(event: RouteEvent | ToolEvent) -> bool:
+    if isinstance(event, Decision):
+        return event.hints.load_test
+    return isinstance(event, Outcome) and event.load_test

@@ -21,6 +21,9 @@ from kvmesh.worker.engine import EngineConfigError, EngineError
 
 log = logging.getLogger(__name__)
 CHECK_S = 30.0
+CARD_S = (
+    0.3  # between checks, for each card: a fleet together reads cards in proportion to its size
+)
 PING_S = REJOIN_S + 0.5  # a worker that starts has connected just now
 SEEN_S, SEEN_POLL_S = 30.0, 0.05
 _cards = MessageDecoder(Instance)
@@ -61,14 +64,17 @@ class Membership:
 
     async def run(self, lease: Callable[[], Lease | None]) -> None:
         """Repeat the check periodically until cancelled."""
+        pause_s = self._interval_s
         while True:
             held = lease()
             if held is not None:
                 try:
-                    self._update_warnings(held.card, await self._read())
+                    cards = await self._read()
+                    self._update_warnings(held.card, cards)
+                    pause_s = max(self._interval_s, CARD_S * len(cards))
                 except BusError as error:
                     log.debug("cannot read the instances on the mesh: %s", cause(error))
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(pause_s)
 
     async def others_serve(self, card: Instance, adapters: Collection[str] = ()) -> bool:
         """True if others take requests of the model, and have these adapters, as far as known.

@@ -12,6 +12,7 @@ from kvmesh.runtime.service import Service
 from kvmesh.settings import Settings
 from kvmesh.worker.capabilities import Sleeping
 from kvmesh.worker.engine import Engine, EngineError
+from kvmesh.worker.lives.further_engines import FurtherEngines
 from kvmesh.worker.lives.parking import wait_asleep, wait_parked
 from kvmesh.worker.lora.copies import CopyExchange
 from kvmesh.worker.model_card import parked_card
@@ -52,6 +53,7 @@ class WorkerLives:
         self._sample: ServingSample | None = None
         self._slept = False
         self._compiled: CompiledOffer | None = None
+        self._further: FurtherEngines | None = None
         self.sources: Callable[[], list[StartSource]] = list  # of what the engine starts with
         self.timeline = report.timeline
         self.node = self._make_node(None)
@@ -65,6 +67,7 @@ class WorkerLives:
         if service.settings.worker.parked and not await self._wait_parked():
             return
         await self.node.start()
+        await self._start_further()
         self._report.close()
         started()
         while await self._serve():
@@ -77,10 +80,16 @@ class WorkerLives:
                 await self.node.start()
             if self._compiled is not None:
                 await self.node.publish_compiled(self._compiled)
-        await self.node.drain(0 if service.failed else service.settings.worker.drain_timeout_s)
+        drain_s = 0 if service.failed else service.settings.worker.drain_timeout_s
+        further = self._further
+        await asyncio.gather(
+            self.node.drain(drain_s), *([further.close(drain_s)] if further is not None else [])
+        )
 
     async def close(self) -> None:
         """Leave the mesh and stop the engine."""
+        if self._further is not None:
+            await self._further.close(0.0)
         await self.node.close()
 
     def set_weights(self, digest: str) -> None:
@@ -109,6 +118,15 @@ class WorkerLives:
     @property
     def _name(self) -> str:
         return self._service.settings.worker.engine
+
+    async def _start_further(self) -> None:
+        settings, service = self._service.settings, self._service
+        count = settings.mock.engines - 1
+        if settings.worker.engine == "mock" and count:
+            self._further = FurtherEngines(
+                service.bus, settings, self._folder, service.name, count, service.limits
+            )
+            await self._further.start(self.node.files)
 
     async def _wait_parked(self) -> bool:
         service = self._service

@@ -1,0 +1,60 @@
+"""Many mock engines in one process: each is a worker of its own."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from support.mesh import Mesh
+from support.nats import NatsServer
+from support.wait import eventually
+
+from kvmesh.bus.messages import Placement, Sampling
+from kvmesh.router.embedded import EmbeddedRouter
+
+ENGINES = 5
+MODEL = "kvmesh-demo"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh(
+    nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Mesh]:
+    env = {"KVMESH_MOCK_SPEEDUP": "20", "KVMESH_MOCK_ENGINES": str(ENGINES)}
+    mesh = Mesh(nats_server.url, tmp_path_factory.mktemp("mesh"), env)
+    mesh.start_all(workers=1)
+    await mesh.ready()
+    await eventually(lambda: mesh.live_workers() == ENGINES)
+    yield mesh
+    mesh.stop()
+
+
+async def test_every_engine_serves_and_knows_its_own_blocks(mesh: Mesh) -> None:
+    async with EmbeddedRouter.connect(MODEL, mesh.options, timeout=30) as router:
+        await eventually(lambda: _all_known(router))
+        instances = [load.instance for load in await router.potential_loads([1] * 64)]
+        for number, instance in enumerate(instances):
+            prompt = [5 + number, *range(100, 300)]
+            where = Placement(instance=instance)
+            answer = [
+                token
+                async for part in router.generate(prompt, Sampling(max_tokens=8), placement=where)
+                for token in part
+            ]
+            assert answer
+            held = await router.best_worker(prompt, update=False)
+            assert (held.instance, held.overlap) == (instance, len(prompt) // 16)
+
+
+async def test_a_drained_engine_leaves_alone_and_the_process_ends_cleanly(mesh: Mesh) -> None:
+    drained = await mesh.command("drain", "worker-0-3")
+    assert drained.returncode == 0, drained.stderr
+    await eventually(lambda: mesh.live_workers() == ENGINES - 1)
+    process = mesh.processes.pop("worker-0")
+    process.terminate()
+    assert await asyncio.to_thread(process.wait, 60) == 0
+    await eventually(lambda: mesh.live_workers() == 0)
+
+
+async def _all_known(router: EmbeddedRouter) -> bool:
+    return len(await router.potential_loads([1] * 64)) == ENGINES
