@@ -234,7 +234,7 @@ class StreamKeeper:
 
     async def _found(self) -> set[str]:
         """Those of the expected streams that the server has."""
-        subject = "$JS.API.STREAM.INFO."
+        subject = f"{self._bus.js.prefix}.STREAM.INFO."
         names = list(self._bus.specs)
         infos = await asyncio.gather(*(self._request(f"{subject}{name}") for name in names))
         gone = {
