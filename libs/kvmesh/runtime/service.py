@@ -28,6 +28,7 @@ from kvmesh.bus.errors import (
     ServerUnfit,
     cause,
 )
+from kvmesh.bus.faults import REFUSED
 from kvmesh.bus.metrics import BusCollector
 from kvmesh.bus.permissions import User, permissions
 from kvmesh.bus.streams.configuration import StreamLimits
@@ -189,9 +190,14 @@ async def _run(
         if not service.stopping.is_set():
             await main(service)
     except (BusError, StartError) as error:
-        if not stopping.is_set() or service.failed:
+        if stopping.is_set() and not service.failed:
+            log.info("stopped during its start: %s", cause(error))
+            return 0
+        if isinstance(error, NotPermitted) or not (refused := bus.faults.texts(REFUSED)):
             raise
-        log.info("stopped during its start: %s", cause(error))
+        # a reader or a reply that NATS refuses shows as a timeout
+        permanent = isinstance(error, StartError) and error.permanent
+        raise StartError(f"{cause(error)}: {'; '.join(refused)}", permanent) from error
     finally:
         if tracing is not None:
             await tracing.close()
