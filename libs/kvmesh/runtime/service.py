@@ -193,7 +193,8 @@ async def _run(
         if stopping.is_set() and not service.failed:
             log.info("stopped during its start: %s", cause(error))
             return 0
-        if isinstance(error, NotPermitted) or not (refused := bus.faults.texts(REFUSED)):
+        refused = bus.faults.texts(REFUSED)
+        if not refused or "does not permit" in cause(error):
             raise
         # a reader or a reply that NATS refuses shows as a timeout
         permanent = isinstance(error, StartError) and error.permanent
