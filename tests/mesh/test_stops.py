@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,10 @@ async def stop(mesh: Mesh, role: str) -> None:
     assert (role, status) == (role, 0), mesh.logs()
 
 
+def said(mesh: Mesh, role: str, text: str) -> bool:
+    return text in (mesh.folder / f"{role}-0.log").read_text()
+
+
 def told_nothing_worse(mesh: Mesh) -> None:
     logs = mesh.logs()
     assert [word for word in WORSE if word in logs] == [], logs
@@ -74,8 +79,8 @@ def told_nothing_worse(mesh: Mesh) -> None:
 async def test_any_order_of_stopping_is_clean(mesh: Mesh, server: NatsServer, first: str) -> None:
     start(mesh)
     await mesh.ready()
-    for role in ("planner", "oracle", "dashboard"):
-        await eventually(lambda role=role: (mesh.folder / f"{role}-0.log").read_text())  # type: ignore[misc]
+    for role, line in (("oracle", "answering"), ("dashboard", "page at")):
+        await eventually(partial(said, mesh, role, line))
     order = [role for role in (*ROLES, NATS) if role != first]
     random.Random(first).shuffle(order)
     if first == "frozen":
@@ -97,8 +102,7 @@ async def test_a_process_that_waits_for_nats_stops(mesh: Mesh, server: NatsServe
     server.stop()
     start(mesh)
     for role in ROLES:
-        log = mesh.folder / f"{role}-0.log"
-        await eventually(lambda log=log: "no NATS server at" in log.read_text())  # type: ignore[misc]
+        await eventually(partial(said, mesh, role, "no NATS server at"))
         await stop(mesh, role)
     told_nothing_worse(mesh)
     server.start()
@@ -116,7 +120,6 @@ async def test_a_process_that_waits_for_jetstream_stops(mesh: Mesh, server: Nats
     for role in ROLES:
         mesh.restart(f"{role}-0")
     for role in ROLES:
-        log = mesh.folder / f"{role}-0.log"
-        await eventually(lambda log=log: "is not ready yet" in log.read_text())  # type: ignore[misc]
+        await eventually(partial(said, mesh, role, "is not ready yet"))
         await stop(mesh, role)
     told_nothing_worse(mesh)
