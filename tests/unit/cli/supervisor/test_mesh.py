@@ -188,7 +188,8 @@ async def test_settings_refused_at_once_end_the_start_though_the_mesh_serves() -
         def serves(self) -> bool:
             return True
 
-    log = LogStream([].append, 10, False, False)
+    lines: list[str] = []
+    log = LogStream(lines.append, 10, False, False)
     mesh = SupervisedMesh([process("kvbm-0", "exit 2")], Serving(), log, PATIENT)
     with pytest.raises(UpError, match="kvbm-0 exited with status 2 before the mesh was ready"):
         await mesh.run()
