@@ -18,7 +18,13 @@ from support.wait import PATIENCE_S, eventually
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import Outcome, encode
-from kvmesh.bus.streams.configuration import StreamLimits, apply, differences, ensure_streams
+from kvmesh.bus.streams.configuration import (
+    StreamLimits,
+    apply,
+    differences,
+    ensure_streams,
+    mesh_streams,
+)
 from kvmesh.cli.commands import doctor
 from kvmesh.cli.doctor import gathering
 from kvmesh.cli.doctor.checks import diagnose
@@ -93,12 +99,21 @@ def arguments(as_json: bool) -> argparse.Namespace:
 async def test_limits_and_mappings_of_the_account_are_found(
     server: NatsServer, limits: StreamLimits
 ) -> None:
-    moved = '"kvm.kvmesh.work.>": "other.>"'
+    moved = '"kvm.kvmesh.work.>": "other.>", "kvm.kvmesh.kv.>": [{destination: "x.>", weight: 90%}]'
+    moved += ', "$KV.kvm-kvmesh-plan.*": "$KV.kvm-kvmesh-router.{{wildcard(1)}}"'
     bus = await in_account(server, limits, "{ max_streams: 13, max_file: 10GB }", moved)
     texts = await found(bus)
     assert "near its limit: max_streams 11 of 13, 85%" in texts["note", "limits"]
     assert "messages on kvm.kvmesh.work.> do not arrive" in texts["fault", "mappings"]
     assert "kvm.kvmesh.ctl" not in texts["fault", "mappings"]
+    for stream, subject in (
+        ("kvm-kvmesh-kv", "kvm.kvmesh.kv.>"),
+        ("KV_kvm-kvmesh-plan", "$KV.kvm-kvmesh-plan.>"),
+    ):
+        gone = f"messages on {subject} do not reach stream {stream}"
+        assert gone in texts["fault", "mappings"]
+    assert texts["fault", "mappings"].count("do not reach") == 2
+    assert all(not info.state.messages for info in await mesh_streams(bus))
     assert texts["ok", "streams"] == "streams: 11, none is missing"
     assert "none is ready" in texts["fault", "processes"]
     await bus.close()

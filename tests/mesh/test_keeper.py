@@ -61,6 +61,25 @@ async def test_a_stream_is_made_again_with_the_limits_that_were_set_since(
     await eventually(same)
 
 
+async def test_a_stream_with_other_subjects_is_named_and_not_made_again_as_it_was(
+    bus: Bus, kept: Kept
+) -> None:
+    stream, own = bus.subjects.kv_stream, bus.subjects.kv_all
+    await bus.js.update_stream(
+        (await bus.js.stream_info(stream)).config.evolve(subjects=[f"{own[:-1]}other.>"])
+    )
+    text = f"stream {stream} does not store messages on {own}"
+    await eventually(lambda: text in kept.warnings["missing_stream"].get(stream, ""))
+    await bus.js.context.delete_stream(stream)
+
+    async def whole() -> bool:
+        names = await keeping.stream_names(bus)
+        return stream in names and (await bus.js.stream_info(stream)).config.subjects == [own]
+
+    await eventually(whole)
+    await eventually(lambda: not kept.warnings["missing_stream"])
+
+
 async def test_storing_makes_a_missing_bucket_first(bus: Bus) -> None:
     bucket = write_once_bucket(bus, bus.subjects.secrets_bucket)
     await bucket.create("a", b"1")

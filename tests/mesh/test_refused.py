@@ -246,7 +246,7 @@ async def test_a_weights_process_tells_its_worker_what_is_refused(
         agent.process.engine_runs()
         told = await eventually(lambda: agent.event(SubjectsRefused))
         assert told is not None
-        own.refusals.add(told.texts)
+        own.refusals.add("weights", told.texts)
         assert refused(own, "subscribe to", f"kvm.{own.options.namespace}.weights.")
         server.forbid()
         await eventually(lambda: agent.event(SubjectsRefused) == SubjectsRefused({}))

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 from support.mesh import Mesh
-from support.sites import Gateways, Site
+from support.sites import Accounts, Gateways, Site
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions
@@ -16,7 +16,7 @@ from kvmesh.bus.errors import BusError, NoResponder, ServerUnfit
 from kvmesh.bus.messages import MessageDecoder
 from kvmesh.bus.permissions import User, inbox_prefix, permissions
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams, mesh_streams
-from kvmesh.bus.streams.reader import Start, StreamReader
+from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.streams.server_check import check_server
 from kvmesh.bus.subjects import Subjects, api_of
 
@@ -114,6 +114,57 @@ async def test_a_leaf_without_jetstream_reaches_that_of_the_hub_by_its_domain(
     for each in (bus, other):
         await each.close()
     site.stop()
+
+
+async def test_a_mesh_uses_streams_of_another_account(tmp_path: Path) -> None:
+    """An import leads to them, under a prefix that is no domain's."""
+    accounts = Accounts(tmp_path, NAMESPACE)
+    accounts.server.start()
+    env = {
+        "KVMESH_NATS_USER": "mesh",
+        "KVMESH_NATS_PASSWORD": "mesh",
+        "KVMESH_NATS_API_PREFIX": Accounts.PREFIX,
+        "KVMESH_MOCK_SPEEDUP": "20",
+    }
+    mesh = Mesh(accounts.server.url, tmp_path, env, NAMESPACE)
+    mesh.start_all(1)
+    await mesh.ready()
+    async with AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none") as client:
+        for _ in range(2):
+            answer = await client.completions.create(
+                model="kvmesh-demo", prompt=PROMPT, max_tokens=8
+            )
+    assert answer.usage
+    assert answer.usage.prompt_tokens_details
+    assert answer.usage.prompt_tokens_details.cached_tokens
+    done = await mesh.command("doctor")
+    assert (done.returncode, "equal to the workers" in done.stdout) == (0, True), done.stdout
+    own = BusOptions(
+        accounts.server.url, NAMESPACE, user="mesh", password="mesh", api_prefix=Accounts.PREFIX
+    )
+    bus = await Bus.connect(own, "test")
+    await bus.js.context.delete_stream(bus.subjects.kv_stream)
+
+    async def again() -> bool:
+        return bus.subjects.kv_stream in {info.config.name for info in await mesh_streams(bus)}
+
+    await eventually(again, what="a lost stream is made again")
+    mesh.stop()
+    read = 0
+
+    def count(_: StreamMessage) -> None:
+        nonlocal read
+        read += 1
+
+    for _ in range(100):  # with flow control
+        await bus.store(bus.subjects.kv("m", "w"), bytes(64 << 10), PATIENCE_S)
+    kv = bus.subjects.kv_stream
+    reader = StreamReader(bus, kv, bus.subjects.kv("m", "w"), count, Start())
+    await reader.open()
+    await eventually(lambda: read == 100)
+    await reader.close()
+    await bus.close()
+    accounts.server.stop()
 
 
 async def test_a_process_across_a_gateway_uses_the_streams_of_the_other_cluster(

@@ -137,6 +137,33 @@ async def test_without_its_fork_server_it_starts_programs(shared: Up) -> None:
     await eventually(lambda: asyncio.to_thread(shared.serves), what="serves again")
 
 
+def successor(up: Up, name: str, pid: int) -> int:
+    """The pid of the process after that of `pid`, 0 before it starts."""
+    found = up.children().get(name, pid)
+    return found if found != pid else 0
+
+
+async def test_kills_during_the_start_do_not_end_a_mesh_that_serves(make: Factory) -> None:
+    up = make("--workers", "2")
+    await eventually(lambda: "worker-1" in up.children(), 120.0)
+    os.kill(pid := up.children()["worker-1"], signal.SIGSTOP)
+
+    async def served() -> bool:
+        try:
+            return await asyncio.to_thread(up.serves)
+        except AssertionError:
+            return False
+
+    await eventually(served, 120.0)
+    assert " ready after " not in up.output
+    for _ in range(4):
+        os.kill(pid, signal.SIGKILL)
+        pid = await eventually(partial(successor, up, "worker-1", pid))
+    await up.ready()
+    assert up.output.count("worker-1 was killed by SIGKILL; restarting") == 4
+    assert await asyncio.to_thread(up.serves)
+
+
 async def test_a_worker_that_would_be_refused_again_stays_down(
     make: Factory, tmp_path: Path
 ) -> None:

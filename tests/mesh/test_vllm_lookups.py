@@ -3,7 +3,6 @@
 import asyncio
 import os
 import time
-from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,17 +11,17 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 from support.small_kvbm import KEY, SmallKvbm
+from support.vllm_bridge import LAYOUT, PARTS, TOKENS, attached, origin
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh._native import xxh3
 from kvmesh.blocks.digests import chain_digests, part_digests, root_digest, split_digests
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Computed, Detach, Fetch, Finish, KvLayout, LayerLayout
+from kvmesh.bus.messages import Computed, Detach, Fetch, Finish
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import NatsSettings, TracingSettings
-from kvmesh.worker.adapters.request_origin import RequestOrigin
 from kvmesh.worker.engines.vllm.kvbm import bridge
 from kvmesh.worker.engines.vllm.kvbm import lookups as lookups_module
 from kvmesh.worker.engines.vllm.kvbm.bridge import BridgeOptions
@@ -30,18 +29,7 @@ from kvmesh.worker.engines.vllm.kvbm.lookups import SchedulerBridge
 from kvmesh.worker.engines.vllm.kvbm.parts import KvGroup, KvParts
 from kvmesh.worker.engines.vllm.kvbm.settings import kvbm_transfer_config
 
-LAYOUT = KvLayout(
-    weights="w", dtype="float32", item_bytes=4, block_size=4, layers=[LayerLayout(1, 4, 4)]
-)
-TOKENS = array("I", range(12))
 HEADERS = "OTEL_EXPORTER_OTLP_TRACES_HEADERS"
-PARTS = KvParts(
-    block_size=4, groups=[KvGroup(index=0, layers=["l"], layout=LAYOUT)], shards=1, replicas=1
-)
-
-
-def origin(request: str) -> RequestOrigin:
-    return RequestOrigin(request=request, salt=0, adapter="", tenant="", session=None, retention=[])
 
 
 @pytest_asyncio.fixture
@@ -58,23 +46,6 @@ async def kvbm(bus: Bus, limits: StreamLimits, tmp_path: Path) -> AsyncIterator[
     await kvbm.stop()
 
 
-async def attached(bus: Bus, node: str, parts: KvParts) -> SchedulerBridge:
-    """A bridge that is attached to the kvbm of a node."""
-    bridge.export_bus_options(bus.options)
-    options = BridgeOptions(
-        weights="w",
-        node=node,
-        instance="vllm",
-        model="m",
-        lease_s=10.0,
-        wait_s=0.0,
-        queue=100,
-    )
-    lookups = await asyncio.to_thread(SchedulerBridge, options, parts)
-    await eventually(lambda: lookups.is_attached, what="it attaches")
-    return lookups
-
-
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for the kvbm of a busy machine: without its reply no block is found."""
@@ -83,7 +54,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest_asyncio.fixture
 async def lookups(bus: Bus, kvbm: SmallKvbm, patient: None) -> AsyncIterator[SchedulerBridge]:
-    lookups = await attached(bus, kvbm.node, PARTS)
+    lookups = await attached(bus.options, kvbm.node, PARTS)
     yield lookups
     await asyncio.to_thread(lookups.close)
 
@@ -166,7 +137,7 @@ async def test_closing_ends_lookups(
     """With its result taken by vLLM, or before the kvbm has replied."""
     # closing waits for the reply for as long, and must begin before the kvbm counts as lost
     monkeypatch.setattr("kvmesh.blocks.kvbm_client.REQUEST_S", 4.0)
-    lookups = await attached(bus, kvbm.node, PARTS)
+    lookups = await attached(bus.options, kvbm.node, PARTS)
     if polled:
         await found(lookups, "r")
         assert lookups.begin_copy("r") is not None
@@ -244,7 +215,7 @@ async def test_a_prefix_is_found_if_every_part_has_what_it_needs(
         of_part = split_digests(part_digests(KEY, packed, layout))
         for block in present:
             kvbm.blocks[of_part[block]] = (block * size, xxh3(bytes(size)))
-    lookups = await attached(bus, kvbm.node, IN_PARTS)
+    lookups = await attached(bus.options, kvbm.node, IN_PARTS)
     await eventually(lambda: lookups.lookup("r", origin("r"), TOKENS, 0) is not None)
     count = lookups.lookup("r", origin("r"), TOKENS, 0)
     found = lookups.begin_copy("r")

@@ -73,3 +73,32 @@ class Gateways:
     def stop(self) -> None:
         for server in (self.far, *self.near):
             server.kill()
+
+
+class Accounts:
+    """One server, on which an account without JetStream imports the API of another under `PREFIX`.
+
+    Its user is `mesh`, with the same password.
+    """
+
+    PREFIX = "JS.store"
+
+    def __init__(self, folder: Path, namespace: str) -> None:
+        streams = [f"kvm.{namespace}.{kind}.>" for kind in ("kv", "route", "seq", "scaling")]
+        moved = {"$JS.API.>": f"{self.PREFIX}.>", "$KV.>": f"{self.PREFIX}.$KV.>"}
+        services = [*moved, "$JS.FC.>", "$O.>", *streams]
+        inboxes = "{ stream: { account: STORE, subject: '_INBOX.>' } }"
+        exports = [f"{{ service: '{each}' }}" for each in services] + ["{ stream: '_INBOX.>' }"]
+        imports = [
+            f"{{ service: {{ account: STORE, subject: '{each}' }}, to: '{moved.get(each, each)}' }}"
+            for each in services
+        ]
+        self.server = NatsServer(folder)
+        self.server.settings = (
+            "accounts {\n"
+            " STORE { jetstream: enabled, users: [ { user: store, password: store } ],\n"
+            f"  exports: [ {', '.join(exports)} ] }}\n"
+            " MESH { users: [ { user: mesh, password: mesh } ],\n"
+            f"  imports: [ {', '.join([*imports, inboxes])} ] }}\n"
+            "}"
+        )

@@ -17,6 +17,7 @@ _compress = zstandard.ZstdCompressor(level=1).compress
 _decompress = zstandard.ZstdDecompressor().decompress
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+EMPTY = _compress(_encode([]))  # no message: every reader passes over it
 
 
 def packed(messages: Sequence[bytes]) -> Iterator[bytes]:

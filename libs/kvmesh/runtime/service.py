@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 import uvloop
 from prometheus_client import REGISTRY
@@ -28,6 +28,7 @@ from kvmesh.bus.errors import (
     ServerUnfit,
     cause,
 )
+from kvmesh.bus.faults import REFUSED
 from kvmesh.bus.metrics import BusCollector
 from kvmesh.bus.permissions import User, permissions
 from kvmesh.bus.streams.configuration import StreamLimits
@@ -43,6 +44,7 @@ from kvmesh.tracing.process import ProcessTracing, TracingUnavailable, open_trac
 log = logging.getLogger(__name__)
 DEFAULT_URL = "nats://127.0.0.1:4222"
 VERSION = version("kvmesh")
+T = TypeVar("T")
 QUICK_S = 1.0  # for NATS to be reached, at an ordinary start
 
 
@@ -64,7 +66,12 @@ class Service:
     """
 
     def __init__(
-        self, bus: Bus, settings: Settings, name: str, entered: float | None = None
+        self,
+        bus: Bus,
+        settings: Settings,
+        name: str,
+        entered: float | None = None,
+        stopping: asyncio.Event | None = None,
     ) -> None:
         self.entered = monotonic() if entered is None else entered
         self.bus = bus
@@ -72,7 +79,7 @@ class Service:
         self.limits = stream_limits(settings.streams)
         self.name = name
         self.instance = f"{name}-{secrets.token_hex(4)}"
-        self.stopping = asyncio.Event()
+        self.stopping = stopping or asyncio.Event()
         self.failed = False
         self.warnings = Warnings()
         bus.faults.observe(self.warnings.update)
@@ -159,18 +166,21 @@ def run_service(
 async def _run(
     role: str, name: str, settings: Settings, main: Main, meanwhile: Meanwhile | None
 ) -> int:
-    entered = monotonic()
+    entered, stopping = monotonic(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _on_signal, stopping)
     async with _running(meanwhile, settings):
-        bus = await Bus.connect(bus_options(settings.nats), name, timeout=None)
+        connecting = Bus.connect(bus_options(settings.nats), name, timeout=None)
+        bus = await _unless_stopped(connecting, stopping)
+    if bus is None:
+        return 0
     bus.refusals.need(
         permissions(bus.subjects, User(role), role, name, bus.options.api_prefix).publish
     )
-    service = Service(bus, settings, name, entered)
+    service = Service(bus, settings, name, entered, stopping)
     figures = BusCollector(bus)
     REGISTRY.register(figures)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _on_signal, service)
     tracing = None
     try:
         tracing = await _open_tracing(role, service)
@@ -179,6 +189,16 @@ async def _run(
         service.spawn(keeper.run(service.warnings.update, role == "frontend"), "streams")
         if not service.stopping.is_set():
             await main(service)
+    except (BusError, StartError) as error:
+        if stopping.is_set() and not service.failed:
+            log.info("stopped during its start: %s", cause(error))
+            return 0
+        refused = bus.faults.texts(REFUSED)
+        if not refused or "does not permit" in cause(error):
+            raise
+        # a reader or a reply that NATS refuses shows as a timeout
+        permanent = isinstance(error, StartError) and error.permanent
+        raise StartError(f"{cause(error)}: {'; '.join(refused)}", permanent) from error
     finally:
         if tracing is not None:
             await tracing.close()
@@ -216,27 +236,34 @@ async def _open_tracing(role: str, service: Service) -> ProcessTracing | None:
 
 async def _prepare(service: Service) -> None:
     """Return once the streams exist, or the service is to stop."""
-    preparing = asyncio.create_task(prepare_streams(service.bus, service.limits))
-    stopped = asyncio.create_task(service.stopping.wait())
-    await asyncio.wait({preparing, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if not preparing.done():
-        preparing.cancel()
-        await asyncio.wait({preparing})
-        return
+    preparing = prepare_streams(service.bus, service.limits)
     try:
-        for difference in preparing.result():
+        for difference in await _unless_stopped(preparing, service.stopping) or ():
             log.warning("%s; `kvmesh streams apply` changes it", difference)
     except ServerUnfit as error:
         raise StartError(str(error)) from error
 
 
-def _on_signal(service: Service) -> None:
-    if service.stopping.is_set():
+async def _unless_stopped(work: Coroutine[Any, Any, T], stopping: asyncio.Event) -> T | None:
+    """The result of `work`, or None if the process is to stop before."""
+    working = asyncio.create_task(work)
+    stopped = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait({working})
+    return None if working.cancelled() else working.result()
+
+
+def _on_signal(stopping: asyncio.Event) -> None:
+    if stopping.is_set():
         log.warning("second signal: stopping immediately")
         sys.stderr.flush()
         os._exit(130)
-    service.stopping.set()
+    stopping.set()
 
 
 def bus_options(nats: NatsSettings) -> BusOptions:

@@ -10,10 +10,10 @@ from prometheus_client import REGISTRY, disable_created_metrics
 from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 
+from kvmesh.runtime.http.connection import RefusingRunner
 from kvmesh.runtime.service import StartError
 from kvmesh.runtime.warnings import Warnings
 
-LINGER_S = 1.0
 disable_created_metrics()  # type: ignore[no-untyped-call]  # `_created` doubles the series of counters
 
 
@@ -87,8 +87,7 @@ async def serve_metrics(
     app.add_routes(
         [web.get("/metrics", metrics), web.get("/health", health), web.get("/live", live)]
     )
-    # nothing here reads a body, so none is decoded, nor awaited for long
-    runner = web.AppRunner(app, access_log=None, auto_decompress=False, lingering_time=LINGER_S)
+    runner = RefusingRunner(app, access_log=None)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()

@@ -1,6 +1,8 @@
 """The HTTP endpoint of metrics and health."""
 
+import asyncio
 import gzip
+import logging
 import math
 import socket
 from typing import Any
@@ -12,7 +14,11 @@ from aiohttp.compression_utils import ZLibDecompressor
 from aiohttp.test_utils import make_mocked_request
 from prometheus_client import REGISTRY, Gauge, Histogram
 from support.nats import free_port
+from support.refusals import POST, REFUSED, answer_after
+from support.wait import PATIENCE_S
 
+from kvmesh.runtime.http import connection
+from kvmesh.runtime.http.connection import MAX_DISCARDED
 from kvmesh.runtime.status_http import render_metrics, serve_metrics
 from kvmesh.runtime.warnings import Warnings
 from kvmesh.settings import load
@@ -101,4 +107,36 @@ async def test_a_body_that_nobody_reads_is_not_decoded(monkeypatch: pytest.Monke
                     assert answer.status == status
         assert decoded == []
     finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize(("head", "rest", "times"), REFUSED)
+async def test_a_refused_request_is_answered_and_its_rest_bounded(
+    head: bytes, rest: bytes, times: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_port()
+    settings = msgspec.structs.replace(load(None, {}, {}).worker, metrics_port=port)
+    runner = await serve_metrics(settings, lambda: True, Warnings())
+    assert runner is not None
+    try:
+        answer, sent = await asyncio.wait_for(answer_after(port, head, rest, times), PATIENCE_S)
+    finally:
+        await runner.cleanup()
+    assert answer.partition(b" ")[2][:1] == b"4"
+    assert sent < MAX_DISCARDED + (32 << 20)
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+
+
+async def test_a_client_that_sends_no_more_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "DISCARD_S", 0.05)
+    port = free_port()
+    settings = msgspec.structs.replace(load(None, {}, {}).worker, metrics_port=port)
+    runner = await serve_metrics(settings, lambda: True, Warnings())
+    assert runner is not None
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(POST + b"Content-Length: 100000\r\n\r\n")
+    try:
+        assert b" 404 " in await asyncio.wait_for(reader.read(), PATIENCE_S)
+    finally:
+        writer.close()
         await runner.cleanup()

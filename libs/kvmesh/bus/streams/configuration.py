@@ -73,12 +73,14 @@ class Difference(NamedTuple):
 class StreamSpec:
     """A stream as this process would create it: its limits, each with the name of its setting.
 
-    One without `create` is made anew if it is lost, but not for the first time.
+    One without `create` is made anew if it is lost, but not for the first time. It stores messages
+    on `subject`; empty: not stated.
     """
 
     name: str
     limits: dict[str, tuple[float, str]]
     create: Callable[[], Awaitable[object]] | None
+    subject: str = ""
 
     def differences(self, has: StreamConfig) -> list[Difference]:
         return [
@@ -213,7 +215,9 @@ def _stream(
         "max_bytes": (size, f"streams.{kind}_bytes"),
         "max_age": (age, f"streams.{kind}_age_s"),
     }
-    return StreamSpec(name, {**limits, **replica_limit(bus)}, lambda: bus.js.add_stream(config))
+    return StreamSpec(
+        name, {**limits, **replica_limit(bus)}, lambda: bus.js.add_stream(config), subject
+    )
 
 
 def _instances(bus: Bus, limits: StreamLimits) -> StreamSpec:
@@ -245,7 +249,7 @@ def _instances(bus: Bus, limits: StreamLimits) -> StreamSpec:
             await bus.js.add_stream(replace(config, max_consumers=-1))  # the account permits fewer
 
     # its TTL is not among the limits: processes read it from the bucket when they connect
-    return StreamSpec(f"KV_{bucket}", replica_limit(bus), create)
+    return StreamSpec(f"KV_{bucket}", replica_limit(bus), create, f"$KV.{bucket}.>")
 
 
 def _buckets(bus: Bus) -> list[StreamSpec]:

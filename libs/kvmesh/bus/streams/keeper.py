@@ -83,12 +83,17 @@ class _Info(Struct):
     error: _Error | None = None
 
 
+class _Subjects(Struct):
+    subjects: list[str] | None = None
+
+
 class _Names(Struct):
     total: int = 0
     streams: list[str] | None = None
 
 
 _info_decoder = msgspec.json.Decoder(_Info)
+_subjects_decoder = msgspec.json.Decoder(_Subjects)
 _names_decoder = msgspec.json.Decoder(_Names)
 
 
@@ -134,6 +139,7 @@ class StreamKeeper:
         self._seen: dict[str, _Info] = {}
         self._losses: dict[str, tuple[float, str]] = {}  # by stream: time and text
         self._absent: dict[str, str] = {}  # texts about streams that cannot be made
+        self._foreign: dict[str, str] = {}  # texts about streams that do not store what they should
         self._may_create = True
         self._there_since: dict[str, float] = {}  # by stream: the connection that has shown it
         self._looks_due = 0
@@ -187,7 +193,7 @@ class StreamKeeper:
                         await self._check()
                 except (BusError, TimeoutError) as error:
                     log.debug("streams not checked: %s", cause(error))
-                warn("missing_stream", self._absent)
+                warn("missing_stream", {**self._foreign, **self._absent})
                 warn("lost_data", dict(self._told()))
                 warn("not_stored", dict(self._not_stored()))
                 await asyncio.sleep(SPACING_S)
@@ -234,7 +240,7 @@ class StreamKeeper:
 
     async def _found(self) -> set[str]:
         """Those of the expected streams that the server has."""
-        subject = "$JS.API.STREAM.INFO."
+        subject = f"{self._bus.js.prefix}.STREAM.INFO."
         names = list(self._bus.specs)
         infos = await asyncio.gather(*(self._request(f"{subject}{name}") for name in names))
         gone = {
@@ -291,6 +297,9 @@ class StreamKeeper:
                 log.debug("stream %s not seen: %s", name, info.error.description)
             return
         info.config = info.config.copy()
+        self._foreign.pop(name, None)
+        if not self._is_ours(name, info):
+            return
         self._readers = max(self._readers, info.state.consumer_count)
         before, self._seen[name] = self._seen.get(name), info
         # what this process has stored since the last look, by the connection before this one
@@ -301,6 +310,17 @@ class StreamKeeper:
             self._lose(name, "was lost")
         elif info.state.end < before.state.end:
             self._lose(name, "went back to an older state")
+
+    def _is_ours(self, name: str, info: _Info) -> bool:
+        """False if a stream lacks its subject, as one does that somebody else has made."""
+        spec = self._bus.specs.get(name)
+        subject = spec.subject if spec is not None else ""
+        if not subject or subject in (_subjects_decoder.decode(info.config).subjects or ()):
+            return True
+        self._foreign[name] = (
+            f"stream {name} does not store messages on {subject}: delete it, and it is made anew"
+        )
+        return False
 
     def _lose(self, name: str, event: str) -> None:
         contents = ONLY_COPIES.get(name.rpartition("-")[2])

@@ -87,7 +87,8 @@ class WeightsAgent:
         bus = await Bus.connect(
             bus_options(self._settings.nats), f"{self._job.name} weights", timeout=None
         )
-        allowed = permissions(bus.subjects, User.WORKER, User.WORKER, self._job.name)
+        worker, api = User.WORKER, bus.options.api_prefix
+        allowed = permissions(bus.subjects, worker, worker, self._job.name, api)
         bus.refusals.need(allowed.publish)
         bus.faults.observe(self._on_faults)
         options = replace(transfer, via="tcp", port=weights.port)

@@ -8,7 +8,7 @@ compiles constraints before `submit`. Engines that wrap a server or a library sh
 `kvmesh.worker.enginecore`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -186,7 +186,8 @@ class EngineContext:
     `store` creates a client of the node's kvbm; None outside a mesh. The engine tells `timeline`
     the phases of its start. `weights` says where the engine's loader finds weights from other
     workers; None: they are in the folder. `compiled` is the folder of its compile cache, if any.
-    `begun` is what `begin_processes` returned.
+    `begun` is what `begin_processes` returned. Parts with a connection to NATS of their own pass
+    their name and the texts of their refused subjects to `on_refused`, at each change.
     """
 
     settings: Settings
@@ -196,6 +197,7 @@ class EngineContext:
     weights: WeightsAccess | None = None
     compiled: Path | None = None
     begun: Any = None
+    on_refused: Callable[[str, Mapping[str, str]], None] = lambda _, __: None
 
 
 EngineFactory: TypeAlias = Callable[[EngineContext], Engine]

@@ -107,6 +107,7 @@ async def _serve_model(
                 timeline,
                 access,
                 cache.files if cache is not None else None,
+                on_refused=service.bus.refusals.add,
             )
             engine = await _create_engine(context)
         except EngineError as error:

@@ -39,6 +39,7 @@ from kvmesh.worker.requests.serving_sample import ServingSample
 log = logging.getLogger(__name__)
 LOADERS = ("torch", "vllm", "sglang", "trtllm")  # that read the answer; others only offer files
 WEIGHTS = "weights"
+PROCESS = "weights process"
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 30.0
 MAX_DEATHS = 5
 REPORT_S = 0.2
@@ -54,11 +55,11 @@ class WorkerWeights:
         name: str,
         instance: str,
         pinned: str = "",
-        on_refused: Callable[[Mapping[str, str]], None] = lambda _: None,
+        on_refused: Callable[[str, Mapping[str, str]], None] = lambda _, __: None,
     ) -> None:
         """`pinned` is the digest of the weights to take, if the model comes from the mesh.
 
-        `on_refused` gets the present refusals of the process's subjects, at each change.
+        `on_refused` gets its name and the present refusals of its subjects, at each change.
         """
         self._on_refused = on_refused
         worker, weights = settings.worker, settings.weights
@@ -139,7 +140,7 @@ class WorkerWeights:
             case WeightsCounts():
                 self.counts = event
             case SubjectsRefused():
-                self._on_refused(event.texts)
+                self._on_refused(PROCESS, event.texts)
             case WeightsKnown():
                 self._digest = event.digest
                 if self._told is not None:
@@ -169,7 +170,7 @@ class WorkerWeights:
     def _restart(self, reason: str) -> None:
         """Start another process after a while, a few times; the first death is logged."""
         self._deaths += 1
-        self._on_refused({})
+        self._on_refused(PROCESS, {})
         if self._deaths == 1:
             log.warning("%s; the engine does not need it once it has its weights", reason)
         if self._on_disk or self._deaths > MAX_DEATHS:  # else only the next process brings them

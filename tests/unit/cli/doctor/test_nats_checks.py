@@ -118,7 +118,7 @@ def test_limits_that_are_near_are_named_with_their_shares() -> None:
 def test_a_mapping_is_suspected_where_probes_are_lost() -> None:
     assert lines("mappings") == []
     assert lines("mappings", lost=[]) == [
-        "ok mappings: requests arrive on the subjects of the mesh"
+        "ok mappings: messages arrive on the subjects of the mesh's requests"
     ]
     assert "kvm.m.work.> do not arrive" in lines("mappings", lost=["kvm.m.work.>"])[0]
 

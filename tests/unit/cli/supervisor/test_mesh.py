@@ -33,6 +33,12 @@ class Steps:
     async def until_ready(self, mesh: SupervisedMesh) -> None:
         """Nothing to wait for."""
 
+    def serves(self) -> bool:
+        return False
+
+    def retired(self, name: str) -> None:
+        """Nothing waits for it."""
+
     async def before_stop(self) -> None:
         """Nothing to close."""
 
@@ -149,6 +155,44 @@ class Endless(Steps):
 
     async def until_ready(self, mesh: SupervisedMesh) -> None:
         await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(("status", "starts"), [(1, 5), (2, 1)])
+async def test_no_process_ends_a_mesh_that_serves(status: int, starts: int) -> None:
+    class Serving(Endless):
+        gone: list[str] = []  # noqa: RUF012
+
+        def serves(self) -> bool:
+            return True
+
+        def retired(self, name: str) -> None:
+            self.gone.append(name)
+
+    lines: list[str] = []
+    log = LogStream(lines.append, 10, False, False)
+    steps = Serving()
+    specs = [process("worker-0"), process("worker-1", f"exit {status}")]
+    mesh = SupervisedMesh(specs, steps, log, PATIENT)
+    mesh.processes[1].record.policy = RestartPolicy(max_s=0.1, stable_s=0.0)
+    running = asyncio.create_task(mesh.run())
+    ends = f"worker-1 exited with status {status}"
+    await eventually(lambda: sum(ends in line for line in lines) >= starts)
+    assert steps.gone == (["worker-1"] if status == 2 else [])
+    assert not running.done()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await running
+
+
+async def test_settings_refused_at_once_end_the_start_though_the_mesh_serves() -> None:
+    class Serving(Endless):
+        def serves(self) -> bool:
+            return True
+
+    lines: list[str] = []
+    log = LogStream(lines.append, 10, False, False)
+    mesh = SupervisedMesh([process("kvbm-0", "exit 2")], Serving(), log, PATIENT)
+    with pytest.raises(UpError, match="kvbm-0 exited with status 2 before the mesh was ready"):
+        await mesh.run()
 
 
 async def test_starts_that_fail_end_the_mesh_however_long_each_took() -> None:

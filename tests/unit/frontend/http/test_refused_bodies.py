@@ -16,8 +16,8 @@ from aiohttp import compression_utils
 from support.attack import Reply, check_error
 from support.http_app import HttpApp, http_app
 
-from kvmesh.frontend.http import server
 from kvmesh.frontend.http.intake import codings
+from kvmesh.runtime.http import connection
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 KEY = "secret"
@@ -251,14 +251,14 @@ async def test_a_body_that_is_too_large_is_not_received(locked: HttpApp, authori
     assert reply.status == (413 if authorized else 401)
     assert reply.headers["connection"] == "close"
     sent = await send_until_reset(writer, b"x" * (1 << 20))
-    assert sent < server.MAX_DISCARDED + (16 << 20)
+    assert sent < connection.MAX_DISCARDED + (16 << 20)
     writer.close()
 
 
 async def test_a_client_that_never_ends_its_body_is_disconnected(
     locked: HttpApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "DISCARD_S", 0.05)
+    monkeypatch.setattr(connection, "DISCARD_S", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", locked.port)
     chunked = "Transfer-Encoding: chunked"
     writer.write(f"POST {PATHS[0]} HTTP/1.1\r\nHost: localhost\r\n{chunked}\r\n\r\n".encode())

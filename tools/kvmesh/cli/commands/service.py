@@ -2,6 +2,8 @@
 
 import argparse
 import gc
+import os
+import signal
 from importlib import import_module
 
 from kvmesh.cli.local import with_local_mesh
@@ -18,6 +20,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
 def run_role(role: str, settings: Settings) -> int:
     """Run the service of a role; returns the exit status."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # until the service handles it
     gc.disable()  # collections would find nothing of what is imported
     from kvmesh.runtime.service import run_service
 

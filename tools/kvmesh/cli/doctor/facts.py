@@ -53,7 +53,8 @@ class Facts:
     each question without an answer, `refused` are those that this user may not ask. `absent` are
     streams that every mesh has and that do not exist; `leaderless` those that exist and do not
     answer, with the reason. `others` are the namespaces of further meshes of the account. `lost`
-    are subjects on which a probe did not arrive; None if this user could not probe. `caches` are
+    are subjects on which a probe did not arrive, `astray` those of streams, by stream, on which
+    one did not reach its stream; None if this user could not probe. `caches` are
     what workers served lately, without their events if this user may not ask (`events_refused`).
     """
 
@@ -75,6 +76,7 @@ class Facts:
     leaderless: dict[str, str] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
     lost: list[str] | None = None
+    astray: dict[str, str] | None = None
     clocks: list[Clock] = field(default_factory=list)
     report: MeshReport | None = None
     ranks: list[RankCheck] | None = None

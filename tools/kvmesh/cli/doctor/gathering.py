@@ -19,8 +19,10 @@ from kvmesh.bus.connection.jetstream import AccountInfo, StreamInfo, Tier
 from kvmesh.bus.errors import (
     BusError,
     BusTimeout,
+    Conflict,
     JetStreamError,
     JetStreamUnavailable,
+    NoResponder,
     NotFound,
     NotPermitted,
     ServerUnfit,
@@ -35,7 +37,7 @@ from kvmesh.bus.messages import (
     RankEvents,
     Role,
 )
-from kvmesh.bus.packs import unpacked
+from kvmesh.bus.packs import EMPTY, unpacked
 from kvmesh.bus.permissions import ALL_SERVERS, USER_INFO
 from kvmesh.bus.streams.configuration import mesh_streams, needed_streams
 from kvmesh.bus.streams.server_check import check_server
@@ -55,6 +57,7 @@ PROBE_S = 1.0
 PROBES = 5  # on each subject: a mapping may move a share of the messages
 RECENT = 8  # decisions and outcomes whose times are compared with the server's
 MOST_CLOCKS = 64  # workers
+NEVER = str(2**53)  # more messages than any stream gets
 NO_LEADER = 10008  # JetStream's error code
 ONE_CONNECTION = Raw(b'{"limit":1}')  # in each reply, beside their number
 _routes: MessageDecoder[Decision | Outcome] = MessageDecoder(Decision | Outcome)
@@ -78,6 +81,8 @@ async def gather_facts(bus: Bus, settings: Settings) -> Facts:
         gathering.ask("the account", gathering.uses),
         gathering.ask("streams", gathering.streams),
     )
+    if facts.streams and facts.lost is not None:
+        await gathering.ask("subject mappings", gathering.stored)
     cards = f"KV_{bus.subjects.instances_bucket}"
     if facts.streams and cards in facts.streams and "JetStream" not in facts.unanswered:
         await gathering.ask("processes", gathering.report, REPORT_S)
@@ -182,6 +187,43 @@ class _Gathering:
         for subscription in subscriptions:
             await subscription.unsubscribe()
         self._facts.lost = [p for p, subject in probed.items() if arrived[subject] != PROBES]
+
+    async def stored(self) -> None:
+        """Find subjects of streams that do not lead there, by messages that each stream refuses."""
+        bus, streams = self._bus, self._facts.streams or {}
+        subjects, name = bus.subjects, f"doctor-{secrets.token_hex(4)}"
+        probed = {
+            subjects.kv_stream: subjects.kv("doctor", name),
+            subjects.route_stream: subjects.route(name),
+            subjects.seq_stream: subjects.seq(name),
+            subjects.scaling_stream: subjects.scaling(name),
+        }
+        for stream in streams:
+            kind, _, bucket = stream.partition("_")
+            if kind == "KV":
+                probed[stream] = f"$KV.{bucket}.{name}"
+            elif kind == "OBJ":
+                probed[stream] = f"$O.{bucket}.C.{name}"  # as the chunks of an object
+        known = [stream for stream in probed if stream in streams]
+        arrived = await asyncio.gather(*(self._is_stored(each, probed[each]) for each in known))
+        self._facts.astray = {
+            stream: f"{probed[stream].partition('.doctor')[0]}.>"
+            for stream, all_arrived in zip(known, arrived, strict=True)
+            if not all_arrived
+        }
+
+    async def _is_stored(self, stream: str, subject: str) -> bool:
+        """True if messages on the subject reach the stream, which refuses each for its number."""
+        headers = {"Nats-Expected-Stream": stream, "Nats-Expected-Last-Sequence": NEVER}
+        for _ in range(PROBES):
+            try:
+                await self._bus.store(subject, EMPTY, PROBE_S, headers)
+            except Conflict:
+                continue
+            except (JetStreamError, NoResponder):
+                return False
+            return False  # another stream has no such check
+        return True
 
     async def fitness(self) -> None:
         """Raises ServerUnfit."""

@@ -165,8 +165,13 @@ def mappings(facts: Facts) -> Iterator[Finding]:
     for subject in facts.lost:
         text = f"messages on {subject} do not arrive: does a subject mapping of the account move or"
         yield Finding("fault", "mappings", f"{text} drop them?")
-    if not facts.lost:
-        yield Finding("ok", "mappings", "requests arrive on the subjects of the mesh")
+    for stream, subject in (facts.astray or {}).items():
+        text = f"messages on {subject} do not reach stream {stream}: has it other subjects, or does"
+        yield Finding("fault", "mappings", f"{text} a subject mapping of the account move them?")
+    if not (facts.lost or facts.astray):
+        streams = " and streams" if facts.astray is not None else ""
+        text = f"messages arrive on the subjects of the mesh's requests{streams}"
+        yield Finding("ok", "mappings", text)
 
 
 def replies(facts: Facts) -> Iterator[Finding]:

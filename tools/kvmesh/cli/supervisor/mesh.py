@@ -24,6 +24,12 @@ class StartSteps(Protocol):
     async def until_ready(self, mesh: "SupervisedMesh") -> None:
         """Return once `mesh` serves; raise UpError if it does not in time."""
 
+    def serves(self) -> bool:
+        """True once requests have been served, also before the mesh is ready."""
+
+    def retired(self, name: str) -> None:
+        """Called when a process of the start has ended for good: nothing is to wait for it."""
+
     async def before_stop(self) -> None:
         """Called before the processes are stopped."""
 
@@ -131,18 +137,26 @@ class SupervisedMesh:
 
     def _on_exit(self, process: SupervisedProcess, status: int) -> None:
         end = f"{process.spec.name} {describe_exit(status)}"
-        # loads of several minutes that end in failure are no stable runs before the mesh was ready
-        fatal = status == USAGE_ERROR or process.record.starts >= EARLY_FAILURES
-        if fatal and not self._ready:
+        if not self._ready and self._ends_start(process, status):
             self._give_up(f"{end} before the mesh was ready (see the log above)")
             process.retire()
         elif status == USAGE_ERROR:
             self._log.note(f"{end}; not restarted, since it rejects its settings", "W")
             process.retire()
+            self._steps.retired(process.spec.name)
             if self.on_retired is not None:
                 self.on_retired(process.spec.name)
         else:
             self._log.note(f"{end}; restarting", "W")
+
+    def _ends_start(self, process: SupervisedProcess, status: int) -> bool:
+        """True if this end shows, before the mesh was ready, that it will not become so."""
+        record, ran_s = process.record, asyncio.get_running_loop().time() - process.record.since
+        if status == USAGE_ERROR and record.starts == 1 and ran_s < record.policy.stable_s:
+            return True  # refused at once: settings of the command that was just entered
+        # loads of several minutes that end in failure are no stable runs before the mesh was ready
+        fatal = status == USAGE_ERROR or record.starts >= EARLY_FAILURES
+        return fatal and not self._steps.serves()
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -34,8 +34,9 @@ RETRY_S = 0.5
 class MeshView:
     """Follows leases, loads and starts; `loads` is by process name, then by rank.
 
-    `waits_for` names what `follow` waits for. `on_starting` is called with each report of a worker
-    that starts, `on_joined` when a process has joined.
+    `have_served` are the names of the processes that might be given work at any time. `waits_for`
+    names what `follow` waits for. `on_starting` is called with each report of a worker that starts,
+    `on_joined` when a process has joined.
     """
 
     def __init__(self, bus: Bus, settings: Settings) -> None:
@@ -47,6 +48,7 @@ class MeshView:
         self.on_starting: Callable[[Starting], None] = lambda _: None
         self.on_joined: Callable[[], None] = lambda: None
         self.loads: dict[str, dict[int, Load]] = {}
+        self.have_served: set[str] = set()
 
     @classmethod
     async def connect(cls, settings: Settings, once: bool) -> "MeshView":
@@ -140,17 +142,22 @@ class MeshView:
             log.debug("cannot read API keys: %s", cause(error))
             return True
 
-    async def until_present(self, names: Collection[str]) -> None:
+    async def until_present(self, names: Callable[[], Collection[str]]) -> None:
         """Return once each of `names` may be given work, or waits to be promoted."""
-        while not self.present.issuperset(names):
+        while not self.present.issuperset(names()):
             self._changed.clear()
             await self._changed.wait()
+
+    def look_again(self) -> None:
+        """Have `until_present` compare with other names."""
+        self._changed.set()
 
     async def close(self) -> None:
         await self._directory.close()
         await self.bus.close()
 
     def _joined(self, _: Instance) -> None:
+        self.have_served |= self.routable
         self._changed.set()
         self.on_joined()
 

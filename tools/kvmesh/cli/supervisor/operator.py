@@ -16,6 +16,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.jetstream import Bucket
 from kvmesh.bus.errors import BusError, NotFound, cause
 from kvmesh.bus.messages import DesiredFleet, MessageDecoder, encode
+from kvmesh.bus.streams.preparation import patiently
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.ticks import next_tick
 from kvmesh.cli.supervisor.fleet import Fleet
@@ -67,7 +68,15 @@ class FleetOperator:
         self._reporting: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Follow the wanted fleet and report what runs; raises BusError."""
+        """Follow the wanted fleet and report what runs; raises BusError.
+
+        Waits while JetStream does not reply, as when NATS restarts.
+        """
+        await patiently(self._follow)
+        self._changed.set()
+        self._reporting = asyncio.create_task(self._report(), name="fleet reports")
+
+    async def _follow(self) -> None:
         subjects = self._bus.subjects
         self._before = await self._present(await self._bucket())
         if self._before is not None:
@@ -81,8 +90,6 @@ class FleetOperator:
             Start(last_per_subject=True),
         )
         await self._reader.open()
-        self._changed.set()
-        self._reporting = asyncio.create_task(self._report(), name="fleet reports")
 
     def start(self) -> None:
         """Run the wanted fleet from now on."""

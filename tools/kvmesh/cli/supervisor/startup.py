@@ -20,13 +20,18 @@ if TYPE_CHECKING:
     from kvmesh.cli.supervisor.mesh_view import MeshView
     from kvmesh.cli.supervisor.operator import FleetOperator
 
+SERVING = ("frontend", "router", "worker")  # of these, requests need one each
+
 
 class StartupGuide:
     """The hooks of one start; `view` is set once connected to the bus."""
 
     def __init__(self, settings: Settings, specs: list[ProcessSpec], log: LogStream) -> None:
         self._settings = settings
-        self._names = [spec.name for spec in specs if spec.role not in CARDLESS]
+        self._names = {spec.name for spec in specs}  # without those that have ended for good
+        self._cardless = {spec.name for spec in specs if spec.role in CARDLESS}
+        names = ({s.name for s in specs if s.role == role} for role in SERVING)
+        self._serving = [each for each in names if each]
         self._external = not any(spec.role == "nats" for spec in specs)
         self._log = log
         self._started = time.monotonic()
@@ -51,14 +56,34 @@ class StartupGuide:
         view = await self._connect()
         await self._watch.in_time(view.follow())
         await self._watch.in_time(self._operate(mesh, view), "the wanted fleet")
-        await self._watch.in_time(view.until_present(self._names))
-        for host, port in self._health_checks():
-            work = ready.until_healthy(host, port)
-            await self._watch.in_time(work, f"{ready.url(host, port)}/health")
-        self._log.note(f"ready after {time.monotonic() - self._started:.1f} s")
+        try:
+            await self._until_complete(view)
+        except UpError as error:
+            if not self.serves():
+                raise
+            self._log.note(f"the mesh serves, but is {error}", "W")
+        else:
+            self._log.note(f"ready after {time.monotonic() - self._started:.1f} s")
         self._announce(keyless=await self._is_keyless(view))
         if self._operator is not None:
             self._operator.start()
+
+    async def _until_complete(self, view: "MeshView") -> None:
+        """Return once every process that is to join has joined, and what serves HTTP is healthy."""
+        await self._watch.in_time(view.until_present(lambda: self._names - self._cardless))
+        for name, host, port in self._health_checks():
+            if name in self._names:
+                work = ready.until_healthy(host, port)
+                await self._watch.in_time(work, f"{ready.url(host, port)}/health")
+
+    def serves(self) -> bool:
+        served = self.view.have_served if self.view is not None else set()
+        return bool(self._serving) and all(served & names for names in self._serving)
+
+    def retired(self, name: str) -> None:
+        self._names.discard(name)
+        if self.view is not None:
+            self.view.look_again()
 
     async def before_stop(self) -> None:
         """Disconnect before NATS stops."""
@@ -90,13 +115,14 @@ class StartupGuide:
         except BusError as error:
             raise UpError(f"cannot follow the wanted fleet: {cause(error)}") from error
 
-    def _health_checks(self) -> list[tuple[str, int]]:
-        """The hosts and ports whose health shows that the mesh serves."""
+    def _health_checks(self) -> list[tuple[str, str, int]]:
+        """The processes, hosts and ports whose health shows that the mesh serves."""
         own, host = self._settings.dashboard, ready.reachable(self._settings.frontend.host)
         serves = self._settings.up.workers and self._settings.up.routers
-        checks = [(host, port) for port in frontend_ports(self._settings)] if serves else []
+        ports = enumerate(frontend_ports(self._settings)) if serves else ()
+        checks = [(f"frontend-{number}", host, port) for number, port in ports]
         if self._settings.up.dashboard:
-            checks.append((ready.reachable(own.host), own.port))
+            checks.append(("dashboard", ready.reachable(own.host), own.port))
         return checks
 
     async def _is_keyless(self, view: "MeshView") -> bool:

@@ -17,6 +17,7 @@ from kvmesh.dashboard.http.gate import Gate
 from kvmesh.dashboard.mesh import Mesh
 from kvmesh.dashboard.pages.views import add_pages
 from kvmesh.frontend.auth.authenticator import Authenticator
+from kvmesh.runtime.http.connection import DISCARD_S, MAX_DISCARDED
 from kvmesh.runtime.service import Service, StartError
 
 log = logging.getLogger(__name__)
@@ -74,10 +75,48 @@ async def serve(service: Service, mesh: Mesh, keys: Authenticator) -> None:
 class PromptConnection(HttpToolsProtocol):
     """Closes a connection on which no request's head arrives within REQUEST_S seconds.
 
-    Otherwise a stranger could hold as many as the process may have open.
+    Otherwise a stranger could hold as many as the process may have open. The rest of a body that
+    comes after its answer is discarded within bounds and not parsed, and the connection ends.
     """
 
     _last: RequestResponseCycle | None = None
+    _whole = True  # the last request has arrived
+    _left: int | None = None  # bytes to discard until the end
+
+    def on_message_begin(self) -> None:
+        self._whole = False
+        super().on_message_begin()
+
+    def on_message_complete(self) -> None:
+        self._whole = True
+        super().on_message_complete()
+
+    def data_received(self, data: bytes) -> None:
+        if self._left is None and not self._whole and self.cycle and self.cycle.response_complete:
+            self._end()
+        if self._left is None:
+            super().data_received(data)
+            return
+        self._left -= len(data)
+        if self._left < 0:
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        head = f"HTTP/1.1 400 Bad Request\r\ncontent-length: {len(msg)}\r\nconnection: close"
+        self.transport.write(f"{head}\r\ncontent-type: text/plain\r\n\r\n{msg}".encode())
+        self._end()
+
+    def _end(self) -> None:
+        """To close at once would reset the connection, and the client would miss its answer."""
+        self._left = MAX_DISCARDED
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True  # this was the last answer
+            cycle.message_event.set()
+        self._unset_keepalive_if_required()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(DISCARD_S, self.transport.close)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -35,7 +35,7 @@ class Refusals:
         self._needed: tuple[str, ...] = ()
         self._subscriptions: dict[int, str] = {}
         self._publishes: dict[str, str] = {}  # a subject to try again, by pattern
-        self._elsewhere: dict[str, str] = {}  # of a process that belongs to this one
+        self._elsewhere: dict[str, dict[str, str]] = {}  # of processes that belong to this one
         self._again: set[int | str] = set()  # refused since the last attempt began
         self._soon = asyncio.Event()
         self._listener: Callable[[Violation], None] | None = None
@@ -52,9 +52,11 @@ class Refusals:
         """True if this process needs to publish on a subject, so that a refusal is a fault."""
         return any(covers(pattern, subject) for pattern in self._needed)
 
-    def add(self, elsewhere: Mapping[str, str]) -> None:
-        """Add all refusals of a connection that another process has for this one."""
-        self._elsewhere = dict(elsewhere)
+    def add(self, source: str, elsewhere: Mapping[str, str]) -> None:
+        """Have all refusals of another connection among these, in place of its former ones."""
+        self._elsewhere.pop(source, None)
+        if elsewhere:
+            self._elsewhere[source] = dict(elsewhere)
         self._changed()
 
     @contextmanager
@@ -147,7 +149,7 @@ class Refusals:
 
     def _changed(self) -> None:
         inbox = self._client.inbox_prefix
-        found = dict(self._elsewhere)
+        found = {about: text for each in self._elsewhere.values() for about, text in each.items()}
         for subject in self._subscriptions.values():
             error = NotPermitted(subject, "subscribe to")
             if subject.startswith(inbox):  # inboxes differ by connection and reader

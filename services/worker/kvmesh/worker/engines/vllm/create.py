@@ -90,6 +90,7 @@ def create(context: EngineContext) -> "VllmEngine":
             arguments, vllm.sleep_level, current_platform.is_sleep_mode_available(), holds_memory
         ),
         servers=context.begun,
+        on_refused=context.on_refused,
     )
     engine.expects_returns = engine_type.retains and worker.eviction == "forecast"
     return engine

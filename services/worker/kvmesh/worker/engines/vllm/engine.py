@@ -9,7 +9,7 @@ import logging
 import os
 from array import array
 from collections.abc import AsyncGenerator
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ from kvmesh.worker.engines.vllm.connectors.known import hands_off
 from kvmesh.worker.engines.vllm.connectors.outcome import changed_arguments, check_connectors
 from kvmesh.worker.engines.vllm.constraints import Constraints
 from kvmesh.worker.engines.vllm.fork_servers.servers import ForkServers
+from kvmesh.worker.engines.vllm.kvbm.refused_subjects import OnRefused, refusals_heard
 from kvmesh.worker.engines.vllm.parking.configuration import park_ranks
 from kvmesh.worker.engines.vllm.parking.gate import ParkingGate
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard, spawned
@@ -103,8 +104,11 @@ class VllmEngine(PrefetchingAdapter):
         timeline: StartTimeline,
         sleep_mode: SleepMode,
         servers: ForkServers | None = None,
+        on_refused: OnRefused = lambda _, __: None,
     ) -> None:
         super().__init__()
+        self._on_refused = on_refused
+        self._hearing = AsyncExitStack()
         self._sleep_mode = sleep_mode
         self._timeline = timeline
         self._servers = servers
@@ -162,6 +166,8 @@ class VllmEngine(PrefetchingAdapter):
         return spawned() + servers
 
     async def _load_told(self) -> AsyncLLM:
+        hearing = refusals_heard(self._folder.path, self._on_refused)
+        await self._hearing.enter_async_context(hearing)
         async with start_phases_told(self._folder.path, self._timeline):
             if self._servers is None:
                 return await asyncio.to_thread(self._load)
@@ -309,6 +315,7 @@ class VllmEngine(PrefetchingAdapter):
             self._guard = None
         if self._servers is not None:
             await asyncio.to_thread(self._servers.close)
+        await self._hearing.aclose()
         self._folder.close()
 
     async def _abandon(self, loading: asyncio.Task[AsyncLLM]) -> None:

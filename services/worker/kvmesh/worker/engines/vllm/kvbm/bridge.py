@@ -24,6 +24,7 @@ from kvmesh.settings.schema import TracingSettings
 from kvmesh.settings.secret_file import FileSecret, read_secret
 from kvmesh.worker.adapters.arena_tensors import ArenaTensors
 from kvmesh.worker.adapters.request_origin import RequestOrigin
+from kvmesh.worker.engines.vllm.kvbm.refused_subjects import RefusalTeller
 from kvmesh.worker.engines.vllm.kvbm.shared_tracing import shared_tracing
 
 T = TypeVar("T")
@@ -109,6 +110,7 @@ class KvbmBridge:
     async def _open(self, name: str) -> tuple[Bus, list[KvbmClient]]:
         options = self._options
         bus = await Bus.connect(inherited_bus_options(), name, START_S)
+        self._teller = RefusalTeller(bus)
         limits = StreamLimits(lease_s=options.lease_s)
         clients = []
         for layout in self._layouts:
@@ -126,6 +128,7 @@ class KvbmBridge:
     async def _close(self) -> None:
         for client in self._clients:
             await client.close()
+        await self._teller.close()
         await self._bus.close()
         if self._options.tracing is not None:
             await shared_tracing.close()

@@ -1,0 +1,128 @@
+"""HTTP server that neither parses nor awaits for long what it has refused."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from aiohttp import hdrs, web
+from aiohttp.web_protocol import ERROR
+
+log = logging.getLogger(__name__)
+MAX_RECEIVED = 64 << 10  # bytes of a body that nobody reads, for which a connection is kept
+MAX_DISCARDED = 64 << 20
+DISCARD_S = 5.0
+
+
+class Connection(web.RequestHandler):
+    """One client's connection.
+
+    Bodies arrive as they were sent: endpoints decode those that they read. What is left of another
+    one is discarded and never parsed. Malformed requests are logged in one line without a
+    traceback.
+    """
+
+    def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> Coroutine[Any, Any, tuple[web.StreamResponse, bool]]:
+        """Send the rest of the response, and end the connection if the body is still to come."""
+        finished = super().finish_response(request, resp, start_time)
+        if (request.content.is_eof() and request.method != ERROR.method) or _is_short(request):
+            return finished
+        resp.force_close()
+        return self._end(finished)
+
+    async def _end(
+        self, finished: Coroutine[Any, Any, tuple[web.StreamResponse, bool]]
+    ) -> tuple[web.StreamResponse, bool]:
+        """Close the connection once the client has had the time to read its answer."""
+        sent = await finished
+        if self.transport is not None and not self.transport.is_closing():
+            await _Discard(self, self.transport).until_end()
+        self.force_close()
+        return sent
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if isinstance(exc, ConnectionError):
+            raise exc  # the client has disconnected
+        if status >= 500 or request.writer.output_size > 0:
+            return super().handle_error(request, status, exc, message)
+        reason = (message or type(exc).__name__).partition("\n")[0].rstrip(":. ")
+        log.info("malformed HTTP request from %s: %s", request.remote, reason)
+        response = self.malformed(request, reason)
+        response.force_close()
+        return response
+
+    def malformed(self, request: web.BaseRequest, reason: str) -> web.StreamResponse:
+        """The answer to a request that is none."""
+        return web.Response(status=400, text=f"Malformed HTTP request: {reason}.\n")
+
+
+class _Discard(asyncio.Protocol):
+    """Discards what a client still sends after its answer.
+
+    To close at once would reset the connection, and many clients read only once they have sent.
+    """
+
+    def __init__(self, connection: Connection, transport: asyncio.Transport) -> None:
+        self._connection = connection
+        self._left = MAX_DISCARDED
+        self._end = asyncio.Event()
+        transport.set_protocol(self)
+        transport.write_eof()
+        transport.resume_reading()
+
+    async def until_end(self) -> None:
+        """Wait until the client closes, or a bound is reached."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_S):
+                await self._end.wait()
+
+    def data_received(self, data: bytes) -> None:
+        self._left -= len(data)
+        if self._left < 0:
+            self._end.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end.set()
+        self._connection.connection_lost(exc)
+
+
+def _is_short(request: web.BaseRequest) -> bool:
+    """True if the body costs little to receive, and will come, so that the connection may stay."""
+    length = request.content_length or MAX_RECEIVED + 1
+    invited = hdrs.EXPECT not in request.headers
+    return length <= MAX_RECEIVED and invited and request.content.exception() is None
+
+
+class _Server(web.Server):
+    connection: type[Connection] = Connection
+
+    def __call__(self) -> web.RequestHandler:
+        return self.connection(self, loop=self._loop, **self._kwargs)
+
+
+class RefusingRunner(web.AppRunner):
+    """Runs an application on connections of the type `connection`."""
+
+    connection: type[Connection] = Connection
+
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+        server = _Server(
+            made.request_handler,
+            request_factory=made.request_factory,
+            handler_cancellation=made.handler_cancellation,
+            auto_decompress=False,
+            lingering_time=DISCARD_S,
+            **made._kwargs,
+        )
+        server.connection = self.connection
+        return server
