@@ -80,7 +80,7 @@ class Frontend:
             self.monitor,
             self.routes,
             self.events,
-            Waker(bus, "f-1", ModelRegistry(bus, spawn), 1),
+            Waker(bus, "f-1", ModelRegistry(bus, spawn, "f-1"), 1),
             settings,
             RouterSettings(),
         )

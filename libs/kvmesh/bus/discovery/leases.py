@@ -16,7 +16,8 @@ from math import inf
 import msgspec
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import BusError, Conflict, NotFound, cause
+from kvmesh.bus.discovery.cards import DATED, RECORD, RECORD_TTL_S
+from kvmesh.bus.errors import BusError, Conflict, JetStreamError, NotFound, cause
 from kvmesh.bus.faults import REFUSED
 from kvmesh.bus.messages import Instance, encode
 from kvmesh.bus.streams.configuration import StreamLimits, expect_streams
@@ -179,10 +180,20 @@ class Lease:
                     log.warning("the lease had ended: other processes considered this one dead")
                     ended = True
                     self._lapsed()
+            if self.card.role in DATED:
+                await self._record(f"{key}{RECORD}")
             self._revision = await bucket.put(key, encode(self._shown()))
             self._bucket_created = self._duration.bucket_created
             self._renewed_at = begun
             return ended
+
+    async def _record(self, key: str) -> None:
+        """Store the record of this process's age, unless it is there and only the lease is lost."""
+        try:
+            bucket = self._bus.bucket(self._bus.subjects.instances_bucket)
+            await bucket.create(key, b"", msg_ttl=RECORD_TTL_S)
+        except JetStreamError as error:  # a bucket of an earlier release may know no such TTL
+            log.debug("no new record at %s: %s", key, cause(error))
 
     def _shown(self) -> Instance:
         """The card, which gets no work while the server refuses a subject of this process.
@@ -266,4 +277,7 @@ class Lease:
 async def delete_lease(bus: Bus, card: Instance) -> None:
     """Delete a lease: this process's own on exit, or that of a process found dead."""
     key = bus.subjects.lease_key(card.role, card.instance)
-    await bus.bucket(bus.subjects.instances_bucket).delete(key)
+    bucket = bus.bucket(bus.subjects.instances_bucket)
+    await bucket.delete(key)
+    if card.role in DATED:
+        await bucket.delete(f"{key}{RECORD}")

@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY
 from kvmesh.bus.client import Subscription
 from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.discovery.leases import Lease
+from kvmesh.bus.discovery.settled import publish_settled
 from kvmesh.bus.messages import Instance, Role, StepOutput
 from kvmesh.bus.storage.buckets import expiring_bucket
 from kvmesh.bus.storage.shared_secret import SecretUnusable
@@ -71,7 +72,7 @@ class FrontendService:
         self._service = service
         self._settings = settings
         self._lines = LineWriter(sys.stdout.fileno())
-        self.registry = ModelRegistry(service.bus, service.spawn)
+        self.registry = ModelRegistry(service.bus, service.spawn, service.instance)
         self.idle_models = IdleModelReader(service.bus, self.registry.listed, self.registry.removed)
         self.waker = Waker(service.bus, service.instance, self.registry, settings.max_waking)
         self.directory = Directory(service.bus, service.limits, self._joined, self._left)
@@ -192,6 +193,7 @@ class FrontendService:
             await self.shared_limits.open()
             service.spawn(self.shared_limits.run(), "shared limits")
         await self.directory.open()
+        self.registry.adopt_settled()
         await self.idle_models.open()
         await self.cache_api.open(self.directory.instances)
         service.spawn(self.authenticator.run(), "keys")
@@ -303,6 +305,7 @@ async def main(service: Service) -> None:
     others = asyncio.create_task(prefork.supervise(service), name="prefork")
     service.spawn(prefork.follow_parent(service), "parent")
     service.spawn(publish_warnings(lambda: lease, service.warnings), "warnings")
+    service.spawn(publish_settled(lease, frontend.registry.settle), "settled facts")
     status = await serve_metrics(settings, lambda: not frontend.missing(), service.warnings)
     try:
         await service.stopping.wait()
