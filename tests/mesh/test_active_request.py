@@ -87,7 +87,7 @@ class Frontend:
         self.runner = RequestRunner(dispatcher, self.events, 60.0)
 
     def monitored(self, stall_timeout: float) -> LivenessMonitor:
-        return LivenessMonitor(self.bus, self.workers, self.events, stall_timeout, lambda: 0)
+        return LivenessMonitor(self.bus, self.workers, self.events, stall_timeout)
 
     async def open(self) -> None:
         def receive(output: StepOutput) -> None:

@@ -477,7 +477,7 @@ async def test_processes_with_different_settings_agree_on_leases(
     key = bus.subjects.lease_key(Role.WORKER, lease.card.instance)
 
     async def renewed() -> bool:
-        return (await bucket.get(key)).revision == 2
+        return (await bucket.get(key)).revision == 3
 
     await eventually(renewed)
     assert left == []

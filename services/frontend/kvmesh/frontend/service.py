@@ -10,7 +10,6 @@ from aiohttp import web
 from msgspec.structs import replace
 from prometheus_client import REGISTRY
 
-from kvmesh.bus.client import Subscription
 from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.discovery.settled import publish_settled
@@ -80,10 +79,7 @@ class FrontendService:
         self.events = SequenceEventPublisher(service.bus, service.instance, self.directory)
         self.routes = RouteClient(service.bus, self.events)
         workers = WorkClient(service.bus, self.inbox, self.directory)
-        self._tokens: Subscription | None = None
-        self.monitor = LivenessMonitor(
-            service.bus, workers, self.events, settings.stall_timeout_s, self._backlog
-        )
+        self.monitor = LivenessMonitor(service.bus, workers, self.events, settings.stall_timeout_s)
         self.dispatcher = Dispatcher(
             service.instance,
             workers,
@@ -138,9 +134,6 @@ class FrontendService:
         for stream in self.inbox.receive(output):
             self.monitor.on_gap(stream)
 
-    def _backlog(self) -> int:
-        return self._tokens.pending_messages if self._tokens is not None else 0
-
     def _joined(self, card: Instance) -> None:
         self.registry.joined(card)
         self.cache_api.joined(card)
@@ -181,9 +174,7 @@ class FrontendService:
             await share_tenant_secret(service.bus, configured, self._tenants)
         except SecretUnusable as error:
             raise StartError(str(error), permanent=error.configured) from error
-        self._tokens = await service.bus.subscribe(
-            subjects.out(service.instance), step_decoder, self._receive
-        )
+        await service.bus.subscribe(subjects.out(service.instance), step_decoder, self._receive)
         try:
             await self.authenticator.open()
         except KeysError as error:
@@ -252,6 +243,7 @@ class FrontendService:
             self.authenticator,
             self.cache_api.session_hooks,
             self.routes.arrivals,
+            self._service.bus.promptness,
         )
         name = self._service.name
         form = settings.access_log

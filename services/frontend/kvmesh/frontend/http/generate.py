@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from kvmesh.bus.promptness import Promptness
 from kvmesh.frontend.apis.base import Api, ApiCall, ConversationThread
 from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.conversation import GenerateRequest
@@ -38,6 +39,7 @@ class Dependencies:
     authenticator: Authenticator
     session_hooks: SessionHooks
     arrivals: Arrivals
+    promptness: Promptness
 
 
 class GenerateEndpoint:

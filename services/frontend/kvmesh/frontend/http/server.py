@@ -18,6 +18,7 @@ from kvmesh.settings.schema import FrontendSettings
 
 log = logging.getLogger(__name__)
 MAX_RECEIVED = 64 << 10  # bytes of a body that nobody reads, for which a connection is kept
+BACKLOG = 4096  # connections that wait to be accepted: a late process resets none of them
 MAX_DISCARDED = 64 << 20
 DISCARD_S = 5.0
 
@@ -131,7 +132,9 @@ class Runner(web.AppRunner):
 async def listen(runner: Runner, settings: FrontendSettings) -> str:
     """Listen on the frontend's port; returns its URL. Raises StartError if it is unavailable."""
     shared = settings.processes > 1 or settings.reuse_port
-    site = web.TCPSite(runner, settings.host, settings.port, reuse_port=shared or None)
+    site = web.TCPSite(
+        runner, settings.host, settings.port, reuse_port=shared or None, backlog=BACKLOG
+    )
     try:
         await site.start()
     except OSError as error:
