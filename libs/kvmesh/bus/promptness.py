@@ -41,6 +41,7 @@ class Promptness:
         if self._trip is None:
             self._sent_at = self._loop.time()
             self._trip = self._loop.create_task(self._run(), name="promptness")
+            self._trip.add_done_callback(self._ended)
 
     async def caught_up(self) -> float:
         """Return once all that the server has by now is read, or the connection is lost.
@@ -59,11 +60,15 @@ class Promptness:
         """No PONG will come on this connection."""
         if self._trip is not None:
             self._trip.cancel()
+            self._trip = None
 
     async def _run(self) -> None:
         try:
             await self._ping(PATIENCE_S)
         except (NatsError, OSError, RuntimeError):
             return  # the connection is gone, and with it the replies
-        finally:
+
+    def _ended(self, trip: asyncio.Task[None]) -> None:
+        """Also of a trip that was cancelled before it began."""
+        if self._trip is trip:
             self._trip = None

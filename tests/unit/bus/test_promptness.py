@@ -22,7 +22,7 @@ class Server:
 async def test_a_round_trip_that_takes_long_makes_a_process_late_until_it_ends() -> None:
     server = Server()
     prompt = Promptness(server.ping)
-    assert not prompt.late
+    assert prompt.behind_s == 0
     prompt.check()
     prompt.check()
     await asyncio.sleep(LATE_S * 1.5)
@@ -32,7 +32,6 @@ async def test_a_round_trip_that_takes_long_makes_a_process_late_until_it_ends()
     server.pings[0].set_result(None)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert not prompt.late
     assert prompt.behind_s == 0
 
 
@@ -50,6 +49,18 @@ async def test_a_round_trip_that_began_earlier_does_not_count() -> None:
     server.pings[1].set_result(None)
     await asyncio.gather(*both)
     assert len(server.pings) == 2
+
+
+async def test_a_connection_that_is_lost_before_the_trip_begins_leaves_nothing() -> None:
+    server = Server()
+    prompt = Promptness(server.ping)
+    prompt.check()
+    prompt.disconnected()
+    await asyncio.sleep(LATE_S * 1.5)
+    assert not prompt.late
+    prompt.check()
+    await asyncio.sleep(0)
+    assert len(server.pings) == 1
 
 
 async def test_a_lost_connection_ends_the_wait() -> None:

@@ -34,6 +34,7 @@ from kvmesh.frontend.generation.cache_expectations import CacheExpectations
 from kvmesh.frontend.http.access_log import configure as configure_access_log
 from kvmesh.frontend.http.cache.api import CacheApi
 from kvmesh.frontend.http.generate import Dependencies
+from kvmesh.frontend.http.responses.background import BackgroundResponses
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.routes import application
 from kvmesh.frontend.http.server import Runner, listen
@@ -112,6 +113,9 @@ class FrontendService:
             settings.responses_bytes,
             settings.responses_tenant_share,
         )
+        self.background = BackgroundResponses(
+            service.instance, self.responses, self.stream_supervisor, self._is_live
+        )
         names = service.bus.subjects
         for name in (names.keys_bucket, names.catalog_bucket):
             expiring_bucket(service.bus, name, ttl_s=0.0, max_bytes=-1)
@@ -133,6 +137,9 @@ class FrontendService:
     def _receive(self, output: StepOutput) -> None:
         for stream in self.inbox.receive(output):
             self.monitor.on_gap(stream)
+
+    def _is_live(self, instance: str) -> bool:
+        return any(card.instance == instance for card in self.directory.instances)
 
     def _joined(self, card: Instance) -> None:
         self.registry.joined(card)
@@ -216,7 +223,11 @@ class FrontendService:
             await lease.update(replace(lease.card, labels=self.labels))
 
     async def drain(self, _: web.Application) -> None:
-        """Wait for running requests, after the port is closed and before connections are."""
+        """Wait for running requests, after the port is closed and before connections are.
+
+        Background responses are left to the other frontends.
+        """
+        await self.background.stop()
         await self.dispatcher.drain(self._settings.drain_timeout_s)
         self.routes.stop()
 
@@ -244,6 +255,7 @@ class FrontendService:
             self.cache_api.session_hooks,
             self.routes.arrivals,
             self._service.bus.promptness,
+            self.background,
         )
         name = self._service.name
         form = settings.access_log

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from aiohttp import hdrs, web
 
@@ -47,6 +47,7 @@ class Caller:
         self.model = ""
         self.failed = False
         self._entry: AccountEntry | None = None
+        self.outlived: asyncio.Future[Callable[[], None]] | None = None
 
     @property
     def key_tenant(self) -> str | None:
@@ -82,6 +83,15 @@ class Caller:
     def leave(self) -> None:
         if self._entry is not None:
             self._entry.leave()
+
+    def outlive(self) -> Callable[[], None]:
+        """Have the request count until the returned function is called, not until its response."""
+        future = self.outlived = asyncio.get_running_loop().create_future()
+
+        def leave() -> None:
+            future.add_done_callback(lambda done: done.result()())
+
+        return leave
 
     def require_scope(self, scope: Scope) -> None:
         """Raises ApiError (403) if the caller lacks the scope."""
@@ -162,8 +172,14 @@ class RequestMiddleware:
             caller.enter()
             return await handler(http)
         finally:
-            caller.leave()
-            self._admission.leave(caller.fair_class)
+            if caller.outlived is None:
+                self._leave(caller)
+            else:
+                caller.outlived.set_result(partial(self._leave, caller))
+
+    def _leave(self, caller: Caller) -> None:
+        caller.leave()
+        self._admission.leave(caller.fair_class)
 
 
 async def _respond(http: web.Request, handler: Handler) -> web.StreamResponse:

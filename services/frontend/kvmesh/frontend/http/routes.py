@@ -1,6 +1,7 @@
 """The HTTP application: routes and their handlers."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from aiohttp import web
 
@@ -63,7 +64,13 @@ def application(
         endpoints, dependencies.registry, dependencies.preprocessor, dependencies.responses
     )
     threads = dependencies.preprocessor.threads
-    stored = StoredResponseEndpoints(endpoints, dependencies.responses, threads)
+    stored = StoredResponseEndpoints(
+        endpoints,
+        dependencies.responses,
+        threads,
+        dependencies.background,
+        partial(generate.resumer, GENERATING["/v1/responses"]),
+    )
     information = InformationEndpoints(
         dependencies.registry, readiness, warnings, dependencies.authenticator
     )
