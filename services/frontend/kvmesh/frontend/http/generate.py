@@ -25,7 +25,7 @@ from kvmesh.frontend.http.responses.background import (
     kept_headers,
 )
 from kvmesh.frontend.http.responses.history import StoredHistory
-from kvmesh.frontend.http.responses.log import Record, RunHead, events
+from kvmesh.frontend.http.responses.log import EventRecord, RunHead, events
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.sse import EventStream, StreamSupervisor
 from kvmesh.frontend.models import ModelRegistry
@@ -144,7 +144,7 @@ class GenerateEndpoint:
         caller: Caller,
         prepared: PreparedRequest,
         leave: Callable[[], None],
-        records: Sequence[Record] = (),
+        records: Sequence[EventRecord] = (),
     ) -> None:
         """Generate a background response into `run`, behind the `records` that it has."""
         renderer, request, dependencies = call.renderer, call.request, self._dependencies
@@ -177,7 +177,7 @@ class GenerateEndpoint:
         """A function that goes on with the background response of a frontend that is gone."""
 
         async def resume(
-            response_id: str, head: RunHead, run: Run, records: Sequence[Record]
+            response_id: str, head: RunHead, run: Run, records: Sequence[EventRecord]
         ) -> None:
             stamp = RequestStamp(head.token, head.created)
             call = api.parse(head.body, head.headers, stamp)

@@ -12,7 +12,7 @@ from kvmesh.bus.errors import BusError, Conflict, NotFound, cause
 from kvmesh.frontend.apis import openai
 from kvmesh.frontend.apis.base import RequestStamp
 from kvmesh.frontend.errors import ApiError, InvalidRequest, Unavailable
-from kvmesh.frontend.http.responses.log import MAX_RECORD, Record, ResponseLog, RunHead, events
+from kvmesh.frontend.http.responses.log import MAX_RECORD, EventRecord, ResponseLog, RunHead, events
 from kvmesh.frontend.http.responses.store import ResponseNotFound, ResponseStore
 from kvmesh.frontend.http.sse import EventStream, StreamSupervisor
 from kvmesh.runtime.background import BackgroundTasks
@@ -69,7 +69,7 @@ class Run:
             cuts, self._cuts = self._cuts, []
             upto = max(cuts, default=self._stored)
             tokens, self._stored = self.tokens()[self._stored : upto], upto
-            await self.log.append(self._next, Record(frames, tokens, cuts, over))
+            await self.log.append(self._next, EventRecord(frames, tokens, cuts, over))
             self._next += 1
             if over:
                 *_, (_, _, response) = events(frames)
@@ -79,7 +79,7 @@ class Run:
             await asyncio.sleep(WRITE_S)
 
 
-Resume = Callable[[str, RunHead, Run, Sequence[Record]], Awaitable[None]]
+Resume = Callable[[str, RunHead, Run, Sequence[EventRecord]], Awaitable[None]]
 
 
 class BackgroundResponses:
@@ -161,7 +161,7 @@ class BackgroundResponses:
         """
         head, revision = await self._head(response_id, tenant)
         if head.owner and not self._is_running(response_id, head.owner):
-            stored, records = self._store.log(response_id, tenant), list[Record]()
+            stored, records = self._store.log(response_id, tenant), list[EventRecord]()
             while (record := await stored.record(len(records))) is not None:
                 records.append(record)
             await self._go_on(response_id, stored, head, revision, records, resume)
@@ -173,7 +173,7 @@ class BackgroundResponses:
         stored: ResponseLog,
         head: RunHead,
         revision: int,
-        records: Sequence[Record],
+        records: Sequence[EventRecord],
         resume: Resume,
     ) -> None:
         """Take over a response, unless another frontend is faster."""
@@ -222,7 +222,7 @@ class BackgroundResponses:
             record = await stored.record(number)
             if record is None:
                 try:
-                    await stored.append(number, Record(b"", [], [], True))
+                    await stored.append(number, EventRecord(b"", [], [], True))
                 except Conflict:
                     continue
                 return
@@ -238,7 +238,7 @@ class BackgroundResponses:
         stored, stream = self._store.log(response_id, tenant), EventStream(http)
         await stream.open(openai.KEEPALIVE, lambda: None)
         self._supervisor.add(stream, openai.KEEPALIVE, lambda: None)
-        records: list[Record] = []
+        records: list[EventRecord] = []
         takeovers = 0
         try:
             while True:

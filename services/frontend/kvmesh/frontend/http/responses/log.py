@@ -40,7 +40,7 @@ class RunHead(Struct, array_like=True):
     response: bytes
 
 
-class Record(Struct, array_like=True):
+class EventRecord(Struct, array_like=True):
     """Events as they were sent, and the tokens that were rendered since the record before.
 
     `cuts` are the numbers of tokens after which frames were made; `ends`: no record follows.
@@ -58,7 +58,7 @@ class _Numbered(Struct):
 
 
 _heads = msgspec.msgpack.Decoder(RunHead)
-_records = msgspec.msgpack.Decoder(Record)
+_records = msgspec.msgpack.Decoder(EventRecord)
 _events = msgspec.json.Decoder(_Numbered)
 
 
@@ -91,11 +91,11 @@ class ResponseLog:
         data = _packed(msgspec.msgpack.encode(head))
         return await self._bucket.update(f"{self._entry}.{HEAD}", data, last=revision)
 
-    async def append(self, number: int, record: Record) -> None:
+    async def append(self, number: int, record: EventRecord) -> None:
         """Store the record of that number; raises Conflict if it is there."""
         await self._create(f"e{number}", msgspec.msgpack.encode(record))
 
-    async def record(self, number: int) -> Record | None:
+    async def record(self, number: int) -> EventRecord | None:
         """The record of that number; None if it is not there yet."""
         try:
             return _records.decode(_unpacked((await self._get(f"e{number}"))[0]))
