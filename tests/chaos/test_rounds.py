@@ -1,4 +1,4 @@
-"""Hours of faults, one after another and two at once; it prints what clients noticed.
+"""Hours of faults, one after another and two at once, and a table of what clients noticed.
 
 `MINUTES=60 pytest -s -m soak tests/chaos/test_rounds.py` runs for an hour; `make soak` for a while.
 """
@@ -51,7 +51,7 @@ Round = Callable[[Stage], Awaitable[None]]
 
 @dataclass
 class Row:
-    """What clients noticed of one kind of fault."""
+    """Tries, requests, failures and the longest pause of one kind of fault."""
 
     tries: int = 0
     requests: int = 0
