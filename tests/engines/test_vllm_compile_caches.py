@@ -12,7 +12,7 @@ from support.nats import NatsServer
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery.directory import read_cards
+from kvmesh.bus.discovery.cards import read_cards
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import CompiledOffer, Role
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams

@@ -80,14 +80,14 @@ class Frontend:
             self.monitor,
             self.routes,
             self.events,
-            Waker(bus, "f-1", ModelRegistry(bus, spawn), 1),
+            Waker(bus, "f-1", ModelRegistry(bus, spawn, "f-1"), 1),
             settings,
             RouterSettings(),
         )
         self.runner = RequestRunner(dispatcher, self.events, 60.0)
 
     def monitored(self, stall_timeout: float) -> LivenessMonitor:
-        return LivenessMonitor(self.bus, self.workers, self.events, stall_timeout, lambda: 0)
+        return LivenessMonitor(self.bus, self.workers, self.events, stall_timeout)
 
     async def open(self) -> None:
         def receive(output: StepOutput) -> None:

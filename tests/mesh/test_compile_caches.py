@@ -14,7 +14,7 @@ from support.wait import eventually
 from support.weights import Agent, Agents, make_weights
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery.directory import read_cards
+from kvmesh.bus.discovery.cards import read_cards
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.messages import CompiledOffer, Instance, Role
 from kvmesh.bus.streams.configuration import StreamLimits

@@ -51,6 +51,7 @@ async def http_app(folder: Path, *keys: str, **settings: Any) -> AsyncIterator[H
         file.write_text("\n".join(tables))
         settings["keys_file"] = file
     service = MagicMock()
+    service.bus.promptness.behind_s = 0.0
     service.settings = msgspec.structs.replace(
         Settings(), frontend=FrontendSettings(access_log="off", **settings)
     )

@@ -83,6 +83,16 @@ class Mesh:
     def start(self, role: str, name: str, **env: str) -> None:
         """Start one service process; extra keywords are environment variables for it alone."""
         self.commands[name] = (role, env)
+        settings = self.settings(role, name)
+        if role == "worker":
+            env = {"KVMESH_WORKER_METRICS_PORT": str(free_port()), **env}
+            self.worker_ports[name] = int(env["KVMESH_WORKER_METRICS_PORT"])
+        with (self.folder / f"{name}.log").open("ab") as log:
+            everything = {**os.environ, **settings, **env}
+            self.processes[name] = forks.start([role], everything, log, log)
+
+    def settings(self, role: str, name: str) -> dict[str, str]:
+        """The environment variables of a process, without those for it alone."""
         settings = {
             "KVMESH_NATS_URL": self.nats_url,
             "KVMESH_NATS_NAMESPACE": self.namespace,
@@ -92,14 +102,9 @@ class Mesh:
             "KVMESH_FRONTEND_STORED_ANSWERS_BYTES": str(64 << 20),
             f"KVMESH_{role}_NAME".upper(): name,
         }
-        if role == "worker":
-            env = {"KVMESH_WORKER_METRICS_PORT": str(free_port()), **env}
-            self.worker_ports[name] = int(env["KVMESH_WORKER_METRICS_PORT"])
         if name == "frontend-0":
             settings["KVMESH_FRONTEND_METRICS_PORT"] = str(self.metrics_port)
-        with (self.folder / f"{name}.log").open("ab") as log:
-            everything = {**os.environ, **settings, **self.env, **env}
-            self.processes[name] = forks.start([role], everything, log, log)
+        return {**settings, **self.env}
 
     def start_all(self, workers: int = 2) -> None:
         self.start("indexer", "indexer-0")

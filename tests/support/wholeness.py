@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery.directory import read_cards
+from kvmesh.bus.discovery.cards import read_cards
 from kvmesh.bus.messages import Role
 from kvmesh.bus.storage.buckets import keys_bucket, read_bucket
 from kvmesh.bus.streams.keeper import stream_names

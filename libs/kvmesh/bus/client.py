@@ -49,6 +49,7 @@ from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import MessageDecoder, encode
 from kvmesh.bus.metrics import BusCounts, KvBacklog, PendingReader
 from kvmesh.bus.packs import unpacked
+from kvmesh.bus.promptness import Promptness
 from kvmesh.bus.server_clock import ServerClock
 from kvmesh.bus.subjects import Subjects
 
@@ -194,6 +195,11 @@ class Bus:
     @property
     def connected(self) -> bool:
         return self.client.is_connected
+
+    @property
+    def promptness(self) -> Promptness:
+        """Tells whether replies may be unread: then the silence of others means nothing."""
+        return self.client.promptness
 
     @property
     def unsent(self) -> int:

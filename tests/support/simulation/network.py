@@ -181,6 +181,7 @@ class SimClient:
         self.is_clustered = True
         self.is_closed = False
         self.bus: Bus | None = None
+        self.promptness = SimpleNamespace(late=False, check=lambda: None)
         self._inbox_prefix = bytearray(b"_INBOX")
         self._nuid = Nuid(node)
         self._epoch = 0

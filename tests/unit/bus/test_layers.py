@@ -19,6 +19,7 @@ LAYERS = [
         "log_once",
         "metrics",
         "packs",
+        "promptness",
         "server_clock",
         "ticks",
     ],

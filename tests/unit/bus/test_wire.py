@@ -3,7 +3,7 @@
 import json
 from enum import EnumMeta
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -90,6 +90,9 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.tuples(*map(values, arguments))
     if origin is dict:
         return st.dictionaries(values(arguments[0]), values(arguments[1]), max_size=2)
+    if get_origin(hint) is Annotated:
+        _, bounds = get_args(hint)
+        return st.integers(bounds.ge, bounds.le)
     if isinstance(hint, EnumMeta):
         return st.sampled_from(list(hint))
     assert issubclass(hint, Struct), hint
@@ -98,7 +101,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
 
 def instances(cls: type[Struct]) -> st.SearchStrategy[Any]:
     """Messages of a class with every field set."""
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, include_extras=True)
     return st.builds(cls, **{field.name: values(hints[field.name]) for field in fields(cls)})
 
 

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import secrets
 import ssl
 from collections import deque
@@ -34,6 +33,7 @@ from kvmesh.bus.connection.oversized import without_oversized
 from kvmesh.bus.connection.protocol_parser import MessageParser
 from kvmesh.bus.connection.refused.violations import PROBE_REPLY
 from kvmesh.bus.errors import CredentialsUnusable, cause
+from kvmesh.bus.promptness import LATE_S, Promptness
 from kvmesh.bus.subjects import ROOT
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ CONSUMER_REPLY = PREFIX.encode()
 REPEAT_S = 0.3  # replies to repeated requests arrive much sooner
 REACH_S = 2.0  # for another server to accept a connection
 MIN_WAIT_S, MAX_WAIT_S = 0.02, 0.1  # between two attempts: a hundredth of the outage so far
-LATE_S = 0.1  # a timer is this late only if the process was stopped or stalled
+LONGEST_GRACE_S = 2.0  # for a reply, after this process has read late
 LARGE = 32 << 10  # payloads from this size on are not copied into a joined buffer
 SEPARATORS = frozenset(" \t\r\n")
 CONNECT, INFO, PONG, PING, ERROR = b"CONNECT ", b"INFO ", b"PONG", b"PING", b"-ERR"
@@ -113,6 +113,8 @@ class DirectClient(Client):
         self._inbox = ""
         self.inbox_refused = False  # then no reply arrives, and requests fail at once
         self._error_tasks: set[asyncio.Task[None]] = set()
+        self.promptness = Promptness(self._round_trip)
+        self._overdue: set[asyncio.Task[None]] = set()
         self._strays_logged: set[int] = set()  # subscription ids
 
     async def _connect_to_server(self, s: Srv) -> None:
@@ -269,6 +271,7 @@ class DirectClient(Client):
     def on_disconnected(self) -> None:
         """Stop the direct path: the connection is gone."""
         self._writer = None
+        self.promptness.disconnected()
         self._lost_at = self._own_loop.time()
 
     def try_publish(self, subject: str, payload: bytes, reply: str = "") -> bool:
@@ -360,7 +363,10 @@ class DirectClient(Client):
         headers: dict[str, Any] | None = None,
         repeats: bool = False,
     ) -> Msg:
-        """The first reply; `repeats`: to a request that is sent again, as a server may lose it."""
+        """The first reply; `repeats`: to a request that is sent again, as a server may lose it.
+
+        The time is over once what the server has for this process is read, too (`Promptness`).
+        """
         if not self._inbox:
             self._inbox = self.new_inbox()
             await self.subscribe_direct(self.own_inbox, self._on_reply)
@@ -372,7 +378,7 @@ class DirectClient(Client):
         self._waiting[reply_to] = future
         self._requested[reply_to] = subject
         self._sizes[reply_to] = len(payload)
-        timer = loop.call_later(timeout, _expire, future, loop.time() + timeout)
+        timer = loop.call_later(timeout, self._expire, future)
         if repeats:
             self._repeated[reply_to] = payload, loop.call_later(REPEAT_S, self._repeat, reply_to)
         try:
@@ -383,6 +389,24 @@ class DirectClient(Client):
             if repeats:
                 self._repeated.pop(reply_to)[1].cancel()
             del self._waiting[reply_to], self._requested[reply_to], self._sizes[reply_to]
+
+    def _expire(self, future: "asyncio.Future[Msg]") -> None:
+        if not future.done():
+            task = self._own_loop.create_task(self._expire_when_read(future), name="overdue")
+            self._overdue.add(task)
+            task.add_done_callback(self._overdue.discard)
+
+    async def _expire_when_read(self, future: "asyncio.Future[Msg]") -> None:
+        """Time out a request, unless its reply is among what this process has not read yet."""
+        took = await self.promptness.caught_up()
+        if took > LATE_S and not future.done():
+            # the request may have left this process as late as that
+            await asyncio.wait([future], timeout=min(took, LONGEST_GRACE_S))
+        if not future.done():
+            future.set_exception(NatsTimeoutError())
+
+    async def _round_trip(self, timeout: float) -> None:
+        await self.flush(timeout)  # type: ignore[arg-type]
 
     def _repeat(self, reply_to: str) -> None:
         """Send a request again, and once more later."""
@@ -652,15 +676,3 @@ def _header_bytes(headers: dict[str, Any] | None) -> int:
 
 def _unguessable() -> str:
     return secrets.token_hex(12)
-
-
-def _expire(future: "asyncio.Future[Msg]", due: float) -> None:
-    """Time out a request, later if this process did not run when the timer was due: the reply may
-    have arrived but not been read, since uvloop runs timers first."""
-    loop = future.get_loop()
-    if future.done():
-        return
-    if loop.time() - due > LATE_S:
-        loop.call_later(LATE_S, _expire, future, math.inf)
-    else:
-        future.set_exception(NatsTimeoutError())

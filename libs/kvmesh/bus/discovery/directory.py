@@ -9,21 +9,18 @@ from math import inf
 import msgspec
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery.cards import MARKER, RECORD, MisplacedCard, WorkerAges, decode_card
 from kvmesh.bus.discovery.leases import STATE, LeaseDuration
 from kvmesh.bus.errors import BusError, NotFound, cause
 from kvmesh.bus.log_once import LogOnce
-from kvmesh.bus.messages import Instance, MessageDecoder, Role
-from kvmesh.bus.storage.buckets import read_bucket
+from kvmesh.bus.messages import Instance, Role
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
-from kvmesh.bus.subjects import name_of
 
 log = logging.getLogger(__name__)
 READY = "ready"  # `STATE` of a process that has to catch up before
 OPEN_S = 10.0
-MARKER = "Nats-Marker-Reason"  # header of the message by which the server says that a lease ended
 ROUTE_READERS = frozenset((Role.ROUTER, Role.PLANNER, Role.ORACLE))
-_card_decoder = MessageDecoder(Instance)
 
 
 def routable(card: Instance) -> bool:
@@ -34,9 +31,11 @@ def routable(card: Instance) -> bool:
 class Directory:
     """The live cards, optionally of one role; each change calls `joined` or `left`.
 
-    A changed card of a known instance calls `joined` again. A card that is not renewed leaves after
-    the TTL even if the server's own notice is lost, but not because of an outage of this process.
-    If nobody has renewed lately, JetStream was away: the cards stay until they can be renewed.
+    A changed card of a known instance calls `joined` again. `started` of a worker's card is the
+    server's time, whatever the worker states (`WorkerAges`). A card that is not renewed leaves
+    after the TTL even if the server's own notice is lost, but not because of an outage of this
+    process. If nobody has renewed lately, JetStream was away: the cards stay until they can be
+    renewed.
     """
 
     def __init__(
@@ -55,6 +54,7 @@ class Directory:
         self._renewed_at: dict[str, float] = {}
         self._read: dict[str, int] = {}  # hashes of the accepted messages, which renewals repeat
         self._cards: dict[str, Instance] = {}
+        self._ages = WorkerAges()
         self._plain: set[str] = set()  # keys of readers that take no packs
         self._prefix = f"$KV.{bus.subjects.instances_bucket}."
         self._reader = StreamReader(
@@ -98,6 +98,9 @@ class Directory:
         now = asyncio.get_running_loop().time()
         if self._reader.caught_up.is_set():
             self._bus.clock.heard(message.time, time.time())
+        if key.endswith(RECORD):
+            self._on_record(key.removesuffix(RECORD), message)
+            return
         if not message.data:
             expired = (message.headers or {}).get(MARKER) == "MaxAge"
             if expired and key in self._cards and self._none_renews(now, key):
@@ -109,19 +112,25 @@ class Directory:
             self._renewed_at[key] = now
             return
         try:
-            card = _card_decoder.decode(message.data)
+            card = decode_card(self._bus.subjects, key, message.data)
+        except MisplacedCard as error:
+            if self._log_once.first(key, reason := str(error)):
+                log.warning("ignored the card of %s, at %s", reason, key)
+            return
         except msgspec.MsgspecError as error:
             if self._log_once.first(key, reason := str(error)):
                 log.warning("ignored an unreadable card at %s: %s", key, reason)
             return
-        own = self._bus.subjects.lease_key(card.role, card.instance)
-        if key != own or name_of(card.instance) != card.name:
-            # a process may be permitted to write its own key only
-            owner = (card.role, card.name, card.instance)
-            if self._log_once.first(key, *owner):
-                log.warning("ignored the card of %s %s, instance %s, at %s", *owner, key)
-            return
         self._renewed_at[key], self._read[key] = now, read
+        self._take(key, self._ages.dated(key, card, message.time))
+
+    def _on_record(self, key: str, message: StreamMessage) -> None:
+        self._ages.record(key, message.time, message.headers)
+        card = self._cards.get(key)
+        if card is not None:
+            self._take(key, self._ages.dated(key, card, message.time))
+
+    def _take(self, key: str, card: Instance) -> None:
         if self._cards.get(key) != card:
             self._cards[key] = card
             plain = card.role in ROUTE_READERS and not card.unpacks
@@ -131,6 +140,7 @@ class Directory:
     def _drop(self, key: str) -> None:
         self._renewed_at.pop(key, None)
         self._read.pop(key, None)
+        self._ages.forget(key)
         self._plain.discard(key)
         card = self._cards.pop(key, None)
         if card is not None:
@@ -167,17 +177,3 @@ class Directory:
             )
         except NotFound:
             return False
-
-
-async def read_cards(bus: Bus, *roles: Role) -> list[Instance]:
-    """The present cards of these roles, without unreadable ones; raises BusError."""
-    found: dict[str, bytes] = {}
-    for role in roles:
-        found |= await read_bucket(bus, bus.subjects.instances_bucket, f"{role}.>")
-    cards: list[Instance] = []
-    for key, data in found.items():
-        try:
-            cards.append(_card_decoder.decode(data))
-        except msgspec.MsgspecError as error:  # routers report it
-            log.debug("ignored an unreadable card at %s: %s", key, error)
-    return cards

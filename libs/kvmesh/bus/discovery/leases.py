@@ -16,9 +16,11 @@ from math import inf
 import msgspec
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import BusError, Conflict, NotFound, cause
+from kvmesh.bus.discovery.cards import DATED, RECORD, RECORD_TTL_S
+from kvmesh.bus.errors import BusError, Conflict, JetStreamError, NotFound, cause
 from kvmesh.bus.faults import REFUSED
 from kvmesh.bus.messages import Instance, encode
+from kvmesh.bus.promptness import LATE_S
 from kvmesh.bus.streams.configuration import StreamLimits, expect_streams
 from kvmesh.bus.streams.keeper import keeper_of
 from kvmesh.bus.ticks import next_tick
@@ -26,6 +28,7 @@ from kvmesh.bus.ticks import next_tick
 log = logging.getLogger(__name__)
 STATE, REFUSED_STATE = "state", "refused"  # a label of the card, and its value
 RETRY_S = 0.5  # after a renewal that failed
+UNREAD_SHARE = 0.8  # of a lease: within it, the next renewal reaches the server in time
 
 
 class LeaseDuration:
@@ -80,6 +83,8 @@ class Lease:
         self._lapsed = lapsed
         self._rejoins = rejoins
         self._renewed_at = -inf
+        self._sent_at = -inf  # of the last renewal, stored or not
+        self._unread = False  # its reply may be among what this process has not read
         self._revision: int | None = None
         self._bucket_created: object = None
         self._renewing = asyncio.Lock()
@@ -165,24 +170,52 @@ class Lease:
         """Store the card; True if the lease had ended."""
         async with self._renewing:
             begun = asyncio.get_running_loop().time()
+            unread = self._is_unread(begun)
+            self._sent_at = begun
             ended = False
             bucket = self._bus.bucket(self._bus.subjects.instances_bucket)
             key = self._bus.subjects.lease_key(self.card.role, self.card.instance)
             try:
                 data = encode(self._shown())
                 if self._revision is not None:
-                    self._revision = await bucket.update(key, data, last=self._revision)
-                    self._renewed_at = begun
+                    if unread:
+                        self._revision = await bucket.put(key, data)
+                    else:
+                        self._revision = await bucket.update(key, data, last=self._revision)
+                    self._renewed_at, self._unread = begun, False
                     return False
             except Conflict:
                 if await self._has_ended(key) and not self._was_unrenewable():
                     log.warning("the lease had ended: other processes considered this one dead")
                     ended = True
                     self._lapsed()
+            if self.card.role in DATED:
+                await self._record(f"{key}{RECORD}")
             self._revision = await bucket.put(key, encode(self._shown()))
             self._bucket_created = self._duration.bucket_created
             self._renewed_at = begun
             return ended
+
+    def _is_unread(self, now: float) -> bool:
+        """True if the last renewal may be stored, though its reply and revision are unread.
+
+        A process that reads late goes on renewing on time. It has not been frozen, and the lease
+        cannot have ended meanwhile, since the next renewal follows soon enough.
+        """
+        return (
+            self._unread
+            and not self._rejoins
+            and self._bus.connected_at < self._sent_at
+            and now - self._sent_at < UNREAD_SHARE * self._duration.seconds
+        )
+
+    async def _record(self, key: str) -> None:
+        """Store the record of this process's age, unless it is there and only the lease is lost."""
+        try:
+            bucket = self._bus.bucket(self._bus.subjects.instances_bucket)
+            await bucket.create(key, b"", msg_ttl=RECORD_TTL_S)
+        except JetStreamError as error:  # a bucket of an earlier release may know no such TTL
+            log.debug("no new record at %s: %s", key, cause(error))
 
     def _shown(self) -> Instance:
         """The card, which gets no work while the server refuses a subject of this process.
@@ -225,20 +258,24 @@ class Lease:
         return not found.data
 
     async def _renew_until_closed(self) -> None:
-        loop, failing = asyncio.get_running_loop(), False
+        loop, failing, logged = asyncio.get_running_loop(), False, False
         while True:
             slept_at = loop.time()
             await self._due(RETRY_S if failing else self._duration.seconds / 3)
             if not self._bus.connected:
                 self._in_vain_since = None
                 continue
+            self._bus.promptness.check()
+            ends = loop.time() + self._duration.seconds / 4
             try:
-                async with asyncio.timeout(self._duration.seconds / 4):
+                async with asyncio.timeout_at(ends):
                     await self._duration.refresh()
                     await self._renew()
-                failing, self._in_vain_since = False, None
+                failing, logged, self._in_vain_since = False, False, None
             except (BusError, TimeoutError) as error:
-                if not failing:
+                self._unread = self._bus.promptness.late or loop.time() - ends > LATE_S
+                if not logged and not self._unread:
+                    logged = True
                     log.warning("cannot renew the lease, retrying: %s", cause(error))
                 failing = True
                 self._note_failure(loop.time(), slept_at)
@@ -266,4 +303,7 @@ class Lease:
 async def delete_lease(bus: Bus, card: Instance) -> None:
     """Delete a lease: this process's own on exit, or that of a process found dead."""
     key = bus.subjects.lease_key(card.role, card.instance)
-    await bus.bucket(bus.subjects.instances_bucket).delete(key)
+    bucket = bus.bucket(bus.subjects.instances_bucket)
+    await bucket.delete(key)
+    if card.role in DATED:
+        await bucket.delete(f"{key}{RECORD}")

@@ -1,9 +1,12 @@
 """Process descriptions, the values of leases in the bucket of instances; search for weights."""
 
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
+
+MAX_NUMBER = 1 << 40  # beyond any engine: a card that states more is malformed
+MAX_RANKS = 1024  # of one worker: routers and indexers hold state of each
 
 
 class Role(StrEnum):
@@ -36,8 +39,8 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    context: int
-    block_size: int
+    context: Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
+    block_size: Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
     files: str
     adapters: list[str] = []
     tool_parser: str | None = None
@@ -57,10 +60,10 @@ class ModelCard(Struct, frozen=True, kw_only=True):
 class Capacity(Struct, frozen=True, kw_only=True):
     """Limits of one engine: KV blocks per rank; sequences and tokens of one scheduling step."""
 
-    blocks: int
-    max_sequences: int
-    max_batched_tokens: int
-    dp_ranks: int = 1
+    blocks: Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
+    max_sequences: Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
+    max_batched_tokens: Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
+    dp_ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
     tier_blocks: list[int] = []
 
 
@@ -173,6 +176,18 @@ class AdapterHost(Struct, frozen=True, kw_only=True, omit_defaults=True):
     files: list[AdapterFiles] = []
 
 
+class Settled(Struct, frozen=True, omit_defaults=True):
+    """A router's or frontend's statement of the workers by which it serves `model`.
+
+    `kinds` are digests of the facts that these state, `card` of the model card that is served:
+    workers that differ join as they can, and change nothing.
+    """
+
+    model: str
+    kinds: list[str]
+    card: str = ""
+
+
 class Starting(Struct, frozen=True, kw_only=True):
     """A worker that has not joined yet, about every second until it does or fails.
 
@@ -207,6 +222,7 @@ class Instance(Struct, frozen=True, kw_only=True):
     has `served` a model before, whose weights it still offers, and its `phases` and `startup_s` are
     those of its start. A router or indexer that `completes_prompts` takes deltas of
     sequence hashes. A reader of the route stream that `unpacks` takes packs of its messages.
+    Routers and frontends state what they have `settled` of the models that they serve.
     """
 
     instance: str
@@ -238,6 +254,7 @@ class Instance(Struct, frozen=True, kw_only=True):
     served: ModelCard | None = None
     completes_prompts: bool = False
     unpacks: bool = False
+    settled: list[Settled] = []
 
 
 class WeightQuery(Struct, frozen=True, omit_defaults=True):

@@ -26,7 +26,7 @@ async def read_bucket(bus: Bus, bucket: str, keys: str = ">") -> dict[str, bytes
         if message.data:  # a deleted key has none
             found[key] = message.data
 
-    await _read(bus, bucket, keys, add, headers_only=False)
+    await read_messages(bus, bucket, keys, add)
     return found
 
 
@@ -42,7 +42,7 @@ async def read_headers(bus: Bus, bucket: str, keys: str = ">") -> dict[str, dict
         if OPERATION not in headers:
             found[key] = headers
 
-    await _read(bus, bucket, keys, add, headers_only=True)
+    await read_messages(bus, bucket, keys, add, headers_only=True)
     return found
 
 
@@ -52,14 +52,17 @@ async def bucket_sizes(bus: Bus, bucket: str, keys: str = ">") -> dict[str, int]
     return {key: int(value[SIZE]) for key, value in headers.items() if SIZE in value}
 
 
-async def _read(
+async def read_messages(
     bus: Bus,
     bucket: str,
     keys: str,
     handler: Callable[[str, StreamMessage], None],
-    headers_only: bool,
+    headers_only: bool = False,
 ) -> None:
-    """Read all entries. nats-py's own watch can report completion before its first entry."""
+    """Read the last message of each key that matches; raises BusError.
+
+    nats-py's own watch can report completion before its first entry.
+    """
     prefix = f"$KV.{bucket}."
     start = Start(last_per_subject=True, headers_only=headers_only)
 

@@ -64,7 +64,11 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
     ] = None
     max_body_bytes: Annotated[Count, Meta(description="largest request body")] = 8 << 20
     max_in_flight: Annotated[
-        Count, Meta(description="requests served at once; further ones are refused as overload")
+        Count,
+        Meta(
+            description="requests served at once; beyond, only tenants with less than an equal "
+            "share are served, together as many again, and the others are refused as overload"
+        ),
     ] = 4096
     route_timeout_s: Annotated[Seconds, Meta(description="longest wait for a placement")] = 60.0
     restart_wait_s: Annotated[

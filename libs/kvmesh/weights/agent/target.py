@@ -1,8 +1,8 @@
 """The choice of the copy of weights that a starting worker takes. No transfer happens here."""
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery.compatibility import Compatibility
-from kvmesh.bus.discovery.directory import read_cards
+from kvmesh.bus.discovery.cards import read_cards
+from kvmesh.bus.discovery.compatibility import WITNESSES, Compatibility, Statements
 from kvmesh.bus.messages import Instance, Role
 from kvmesh.weights.frames import WeightsJob
 from kvmesh.weights.manifest import Manifest
@@ -15,8 +15,9 @@ async def digest_on_cards(bus: Bus, job: WeightsJob) -> str:
     Where none that serves decides, the worker that has been asleep longest does. A worker that is
     pinned to a revision follows no card with another one.
     """
-    workers, asleep = Compatibility(), list[Instance]()
-    for card in await read_cards(bus, Role.WORKER, Role.PARKED):
+    cards = await read_cards(bus, Role.WORKER, Role.PARKED, *WITNESSES)
+    workers, asleep = Compatibility(Statements(cards).of(job.model)), list[Instance]()
+    for card in cards:
         if card.model is not None and card.model.name == job.model:
             workers.join(card)
         elif card.served is not None and card.served.name == job.model:

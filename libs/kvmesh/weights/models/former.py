@@ -6,7 +6,7 @@ import random
 import time
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery.directory import read_cards
+from kvmesh.bus.discovery.cards import read_cards
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import Role
 from kvmesh.bus.storage.buckets import read_bucket

@@ -17,9 +17,10 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery.compatibility import Compatibility
+from kvmesh.bus.discovery.compatibility import Compatibility, Statements
+from kvmesh.bus.discovery.settled import shown
 from kvmesh.bus.errors import BusError
-from kvmesh.bus.messages import Instance, ModelCard, Role, adapter_name, encode
+from kvmesh.bus.messages import Instance, ModelCard, Role, Settled, adapter_name, encode
 from kvmesh.bus.storage.model_files import fetch_model
 from kvmesh.frontend.conversation import Generated, GenerateRequest
 from kvmesh.frontend.dialects.errors import DialectError
@@ -163,8 +164,9 @@ class ModelRegistry:
     An idle model, which may run without workers, is served by its own card until it has some.
     """
 
-    def __init__(self, bus: Bus, spawn: Spawn) -> None:
+    def __init__(self, bus: Bus, spawn: Spawn, instance: str) -> None:
         self._bus = bus
+        self._statements = Statements(own=instance)
         self._spawn = spawn
         self._compatible: dict[str, Compatibility] = {}
         self._dialects: dict[bytes, Dialect] = {}
@@ -227,12 +229,31 @@ class ModelRegistry:
             raise Unavailable(f"The model `{name}` is still loading.")
         raise ModelNotFound(name)
 
+    def adopt_settled(self) -> None:
+        """Take what other processes have settled, once all present cards are known."""
+        for name, group in self._compatible.items():
+            group.adopt(self._statements.of(name))
+            self._change(name)
+
+    def settle(self) -> list[Settled]:
+        """Settle by which workers each model is served; returns the statements for this card."""
+        for group in self._compatible.values():
+            group.settle()
+        return shown(self._compatible.values())
+
     def joined(self, card: Instance) -> None:
+        self._statements.joined(card)
         if card.role is Role.WORKER and card.model is not None:
-            self._compatible.setdefault(card.model.name, Compatibility()).join(card)
+            self._group(card.model.name).join(card)
             self._change(card.model.name)
 
+    def _group(self, name: str) -> Compatibility:
+        if name not in self._compatible:
+            self._compatible[name] = Compatibility(self._statements.of(name))
+        return self._compatible[name]
+
     def left(self, card: Instance) -> None:
+        self._statements.left(card)
         if card.model is not None and card.model.name in self._compatible:
             self._compatible[card.model.name].leave(card.instance)
             self._change(card.model.name)
@@ -253,7 +274,7 @@ class ModelRegistry:
     def listed(self, card: ModelCard) -> None:
         """The model of `card` may run without workers from now on."""
         self._idle[card.name] = card
-        self._compatible.setdefault(card.name, Compatibility())
+        self._group(card.name)
         self._update(card.name)
 
     def removed(self, name: str) -> None:
@@ -274,36 +295,45 @@ class ModelRegistry:
             del self._dialects[key]
 
     def _update(self, name: str) -> None:
-        """Serve the model by its compatible workers, with the card of the newest one.
+        """Serve the model by its compatible workers, with the card that is settled.
 
+        That is the one that was served before, as long as a worker has it, else the oldest one's.
         Without any, an idle model's own card is used. If the workers' adapters of one name differ,
-        the oldest worker's is served: of those that are loaded, else of those that are offered.
+        the one that was served before stays while a worker serves it; else that of the oldest
+        worker is served: of those that are loaded, else of those that are offered.
         """
         workers: set[str] = set()
         adapters: dict[str, str] = {}
         offered: dict[str, str] = {}
-        newest: ModelCard | None = None
+        served = self._models[name].adapters if name in self._models else {}
+        first: ModelCard | None = None
+        known: ModelCard | None = None
         fitting = list(self._compatible[name].fitting)
         live_workers.labels(name).set(len(fitting))
         for card in fitting:
             # nearly all cards are equal, and a key takes longer than a comparison
-            if card.model is None or (card.model != newest and not self._has_dialect(card.model)):
+            if card.model is None or (card.model != known and not self._has_dialect(card.model)):
                 continue
-            newest = card.model
+            known = card.model
+            first = first or known
             if not card.draining and card.serves != "prefill":
                 workers.add(card.instance)
-                for identity in newest.adapters:
-                    adapters.setdefault(adapter_name(identity), identity)
+                own = {adapter_name(identity): identity for identity in reversed(known.adapters)}
+                for adapter, identity in own.items():
+                    if served.get(adapter) == identity:
+                        adapters[adapter] = identity
+                    else:
+                        adapters.setdefault(adapter, identity)
                 for files in card.adapters.files if card.adapters is not None else ():
                     offered.setdefault(adapter_name(files.adapter), files.adapter)
         idle = self._idle.get(name)
-        if newest is None and idle is not None and self._has_dialect(idle):
-            newest = idle
+        if first is None and idle is not None and self._has_dialect(idle):
+            first = idle
             for identity in idle.adapters:
                 adapters.setdefault(adapter_name(identity), identity)
         adapters = {**offered, **adapters}
-        if newest is not None:
-            self._serve(newest)
+        if first is not None:
+            self._serve(first)
         if workers or adapters:
             self._serve_adapters(self._models[name], adapters)
         if name in self._models:

@@ -10,9 +10,9 @@ from aiohttp import web
 from msgspec.structs import replace
 from prometheus_client import REGISTRY
 
-from kvmesh.bus.client import Subscription
 from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.discovery.leases import Lease
+from kvmesh.bus.discovery.settled import publish_settled
 from kvmesh.bus.messages import Instance, Role, StepOutput
 from kvmesh.bus.storage.buckets import expiring_bucket
 from kvmesh.bus.storage.shared_secret import SecretUnusable
@@ -34,6 +34,7 @@ from kvmesh.frontend.generation.cache_expectations import CacheExpectations
 from kvmesh.frontend.http.access_log import configure as configure_access_log
 from kvmesh.frontend.http.cache.api import CacheApi
 from kvmesh.frontend.http.generate import Dependencies
+from kvmesh.frontend.http.responses.background import BackgroundResponses
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.routes import application
 from kvmesh.frontend.http.server import Runner, listen
@@ -71,7 +72,7 @@ class FrontendService:
         self._service = service
         self._settings = settings
         self._lines = LineWriter(sys.stdout.fileno())
-        self.registry = ModelRegistry(service.bus, service.spawn)
+        self.registry = ModelRegistry(service.bus, service.spawn, service.instance)
         self.idle_models = IdleModelReader(service.bus, self.registry.listed, self.registry.removed)
         self.waker = Waker(service.bus, service.instance, self.registry, settings.max_waking)
         self.directory = Directory(service.bus, service.limits, self._joined, self._left)
@@ -79,10 +80,7 @@ class FrontendService:
         self.events = SequenceEventPublisher(service.bus, service.instance, self.directory)
         self.routes = RouteClient(service.bus, self.events)
         workers = WorkClient(service.bus, self.inbox, self.directory)
-        self._tokens: Subscription | None = None
-        self.monitor = LivenessMonitor(
-            service.bus, workers, self.events, settings.stall_timeout_s, self._backlog
-        )
+        self.monitor = LivenessMonitor(service.bus, workers, self.events, settings.stall_timeout_s)
         self.dispatcher = Dispatcher(
             service.instance,
             workers,
@@ -115,6 +113,9 @@ class FrontendService:
             settings.responses_bytes,
             settings.responses_tenant_share,
         )
+        self.background = BackgroundResponses(
+            service.instance, self.responses, self.stream_supervisor, self._is_live
+        )
         names = service.bus.subjects
         for name in (names.keys_bucket, names.catalog_bucket):
             expiring_bucket(service.bus, name, ttl_s=0.0, max_bytes=-1)
@@ -137,8 +138,8 @@ class FrontendService:
         for stream in self.inbox.receive(output):
             self.monitor.on_gap(stream)
 
-    def _backlog(self) -> int:
-        return self._tokens.pending_messages if self._tokens is not None else 0
+    def _is_live(self, instance: str) -> bool:
+        return any(card.instance == instance for card in self.directory.instances)
 
     def _joined(self, card: Instance) -> None:
         self.registry.joined(card)
@@ -180,9 +181,7 @@ class FrontendService:
             await share_tenant_secret(service.bus, configured, self._tenants)
         except SecretUnusable as error:
             raise StartError(str(error), permanent=error.configured) from error
-        self._tokens = await service.bus.subscribe(
-            subjects.out(service.instance), step_decoder, self._receive
-        )
+        await service.bus.subscribe(subjects.out(service.instance), step_decoder, self._receive)
         try:
             await self.authenticator.open()
         except KeysError as error:
@@ -192,6 +191,7 @@ class FrontendService:
             await self.shared_limits.open()
             service.spawn(self.shared_limits.run(), "shared limits")
         await self.directory.open()
+        self.registry.adopt_settled()
         await self.idle_models.open()
         await self.cache_api.open(self.directory.instances)
         service.spawn(self.authenticator.run(), "keys")
@@ -223,7 +223,11 @@ class FrontendService:
             await lease.update(replace(lease.card, labels=self.labels))
 
     async def drain(self, _: web.Application) -> None:
-        """Wait for running requests, after the port is closed and before connections are."""
+        """Wait for running requests, after the port is closed and before connections are.
+
+        Background responses are left to the other frontends.
+        """
+        await self.background.stop()
         await self.dispatcher.drain(self._settings.drain_timeout_s)
         self.routes.stop()
 
@@ -250,6 +254,8 @@ class FrontendService:
             self.authenticator,
             self.cache_api.session_hooks,
             self.routes.arrivals,
+            self._service.bus.promptness,
+            self.background,
         )
         name = self._service.name
         form = settings.access_log
@@ -303,6 +309,7 @@ async def main(service: Service) -> None:
     others = asyncio.create_task(prefork.supervise(service), name="prefork")
     service.spawn(prefork.follow_parent(service), "parent")
     service.spawn(publish_warnings(lambda: lease, service.warnings), "warnings")
+    service.spawn(publish_settled(lease, frontend.registry.settle), "settled facts")
     status = await serve_metrics(settings, lambda: not frontend.missing(), service.warnings)
     try:
         await service.stopping.wait()

@@ -13,9 +13,11 @@ import msgspec
 from msgspec.structs import replace
 
 from kvmesh.bus.client import returning
+from kvmesh.bus.discovery.compatibility import Statements
 from kvmesh.bus.discovery.directory import READY, Directory
 from kvmesh.bus.discovery.leases import STATE, Lease
 from kvmesh.bus.discovery.ping import answer_pings
+from kvmesh.bus.discovery.settled import publish_settled, shown
 from kvmesh.bus.discovery.worker_reports import follow_loads
 from kvmesh.bus.messages import (
     Instance,
@@ -28,6 +30,7 @@ from kvmesh.bus.messages import (
     Role,
     RouteEvent,
     SeqBatch,
+    Settled,
     ShowLearned,
     ShowReturns,
     ShowSpeeds,
@@ -82,6 +85,7 @@ class RouterService:
         self._kvbms: dict[str, Instance] = {}
         self._indexers: dict[str, Instance] = {}
         self._prompts = ReceivedHashes()
+        self._statements = Statements(own=service.instance)
         self._routers: set[str] = set()
         self._limits: dict[str, Thresholds] = {}
         self._joined_model = asyncio.Event()
@@ -143,6 +147,7 @@ class RouterService:
             await self.open()
             await lease.update(replace(card, labels={STATE: READY}))
             service.spawn(publish_warnings(lambda: lease, service.warnings), "warnings")
+            service.spawn(publish_settled(lease, self._settled), "settled facts")
             service.start_watchdog()
             await service.stopping.wait()
             for router in self._models.values():
@@ -156,6 +161,8 @@ class RouterService:
     async def open(self) -> None:
         """Read the cards and replay the streams, then serve."""
         await self._directory.open()
+        for model, router in self._models.items():
+            router.core.table.adopt(self._statements.of(model))
         for reader in self._readers:
             await reader.open()
         await self._warm_up()
@@ -229,6 +236,12 @@ class RouterService:
         outages = {m: _NO_INDEX % m for m, r in self._models.items() if r.index.outage}
         self._service.warnings.update("no_index", outages)
 
+    def _settled(self) -> list[Settled]:
+        groups = [router.core.table.compatibility for router in self._models.values()]
+        for group in groups:
+            group.settle()
+        return shown(groups)
+
     def _answer(
         self, question: ShowLearned | ShowReturns | ShowSpeeds
     ) -> LearnedReport | ReturnsReport | SpeedReport:
@@ -249,6 +262,7 @@ class RouterService:
                 self._service, model, self._prompts, self._directory, self._sequences.post
             )
             router.core.choice.limits = self._limits.get(model, router.core.choice.limits)
+            router.core.table.adopt(self._statements.of(model))
             for card in self._kvbms.values():
                 router.core.join(card)
             for card in self._indexers.values():
@@ -256,6 +270,7 @@ class RouterService:
         return router
 
     def _joined(self, card: Instance) -> None:
+        self._statements.joined(card)
         if card.role is Role.ROUTER:
             self._routers.add(card.instance)
         elif card.role is Role.INDEXER:
@@ -291,6 +306,7 @@ class RouterService:
             self._service.spawn(router.serve(), "serve")
 
     def _left(self, card: Instance) -> None:
+        self._statements.left(card)
         self._routers.discard(card.instance)
         self._indexer_left(card.instance)
         if self._kvbms.pop(card.instance, None) is not None:

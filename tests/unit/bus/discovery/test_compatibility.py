@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.routing import worker
 
-from kvmesh.bus.discovery.compatibility import Compatibility, misfits, namesakes
-from kvmesh.bus.messages import Instance
+from kvmesh.bus.discovery.compatibility import (
+    MAX_KINDS,
+    Compatibility,
+    Statements,
+    misfits,
+    namesakes,
+)
+from kvmesh.bus.discovery.settled import LONGEST_NAME, MAX_MODELS, shown
+from kvmesh.bus.messages import Instance, Role, Settled
 
 
 def card(worker_name: str, started: float = 0.0, engine: str = "mock", **facts: Any) -> Instance:
@@ -75,6 +82,92 @@ def test_a_namesake_is_another_live_instance() -> None:
     assert namesakes(one, [one, replace(two, draining=True)]) == []
 
 
+def settled(*cards: Instance) -> Settled:
+    group = Compatibility()
+    for each in cards:
+        group.join(each)
+    group.settle()
+    assert group.settled is not None
+    return group.settled
+
+
+def witness(name: str, started: float, *statements: Settled, role: Role = Role.ROUTER) -> Instance:
+    return replace(worker(name, started=started), role=role, model=None, settled=list(statements))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_those_that_serve_keep_serving_whatever_the_age_of_one_that_differs(first: int) -> None:
+    serving, older = card("a", 1.0, tokenizer="x"), card("b", 0.0, tokenizer="y")
+    found = Compatibility(settled(serving))
+    for each in (serving, older) if first == 0 else (older, serving):
+        found.join(each)
+    assert list(found.misfits) == ["b"]
+    found.settle()
+    found.join(replace(serving, draining=True))  # nobody of the settled kind is left
+    assert found.misfits == {}
+    found.settle()
+    found.join(card("c", 2.0, tokenizer="x"))
+    assert list(found.misfits) == ["c"]
+
+
+def test_a_serving_worker_that_changes_its_facts_leaves_the_others() -> None:
+    found = Compatibility()
+    turncoat = card("a", 0.0, tokenizer="x")
+    for each in (turncoat, card("b", 1.0, tokenizer="x"), card("c", 2.0)):
+        found.join(each)
+    found.settle()
+    found.join(card("a", 0.0, tokenizer="y"))
+    assert list(found.misfits) == ["a"]
+    found.join(turncoat)
+    assert found.misfits == {}
+
+
+def test_the_card_that_is_served_stays_while_a_worker_has_it() -> None:
+    found = Compatibility()
+    found.join(card("b", 1.0, files="good"))
+    found.settle()
+    found.join(card("a", 0.0, files="other"))
+    found.join(card("c", 2.0, files="good", adapters=["x@1"]))
+    assert [each.name for each in found.fitting] == ["b", "c", "a"]
+    found.leave("b")
+    found.settle()
+    assert [each.name for each in found.fitting] == ["c", "a"]
+    found.leave("c")
+    found.settle()
+    found.join(card("d", 3.0, files="good"))
+    assert [each.name for each in found.fitting] == ["a", "d"]
+
+
+def test_the_oldest_router_or_frontend_that_serves_a_model_says_what_is_settled() -> None:
+    x, y = card("a", tokenizer="x"), card("b", 1.0, tokenizer="y")
+    older, newer = witness("r-1", 1.0, settled(y)), witness("r-2", 2.0, settled(x))
+    empty = witness("r-0", 0.0)
+    assert misfits([x, y, newer, older, empty]).keys() == {"a"}
+    assert misfits([x, y, newer, empty]).keys() == {"b"}
+    liar = witness("w-9", 0.5, settled(x), role=Role.WORKER)
+    assert misfits([x, y, older, liar]).keys() == {"a"}
+    assert Statements([older], own="r-1").of("m") is None
+
+
+def test_statements_have_a_bounded_size() -> None:
+    groups = []
+    for number in range(MAX_MODELS + 10):
+        group = Compatibility()
+        group.join(card("w", name=f"m{number:04}"))
+        group.settle()
+        groups.append(group)
+    large = Compatibility()
+    for number in range(2 * MAX_KINDS):
+        large.join(card(f"w{number}", float(number), f"engine{number}", name="z"))
+    large.settle()
+    endless = Compatibility()
+    endless.join(card("w", name="n" * (LONGEST_NAME + 1)))
+    endless.settle()
+    found = shown([*groups, large, endless])
+    assert len(found) == MAX_MODELS
+    assert (found[0].model, len(found[0].kinds)) == ("z", MAX_KINDS)
+
+
 changes = st.lists(
     st.tuples(
         st.sampled_from("abcdef"),
@@ -89,11 +182,12 @@ changes = st.lists(
 )
 
 
-@given(changes)
+@given(changes, st.sampled_from(["", "x", "y"]))
 def test_the_order_of_changes_makes_no_difference(
-    steps: list[tuple[str, str, int, str, dict[str, str]]],
+    steps: list[tuple[str, str, int, str, dict[str, str]]], serving: str
 ) -> None:
-    found, live = Compatibility(), dict[str, Instance]()
+    statement = settled(card("s", tokenizer=serving)) if serving else None
+    found, live = Compatibility(statement), dict[str, Instance]()
     for name, change, started, engine, facts in steps:
         if change == "leave":
             found.leave(name)
@@ -102,7 +196,7 @@ def test_the_order_of_changes_makes_no_difference(
             made = replace(card(name, float(started), engine, **facts), draining=change == "drain")
             found.join(made)
             live[name] = made
-        anew = Compatibility()
+        anew = Compatibility(statement)
         for each in sorted(live.values(), key=lambda each: (each.started, each.instance)):
             anew.join(each)
         anew._compare()

@@ -107,6 +107,7 @@ USED: dict[str, dict[str, Any]] = {
         "prompt_cache_options": {"ttl": "1h"},
         "prompt_cache_retention": "24h",
         "reasoning": {"effort": "low"},
+        "background": True,
         "store": False,
         "temperature": 0.5,
         "text": {"format": SCHEMA},
@@ -131,7 +132,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "mcp_servers": [{"type": "url", "name": "m", "url": "https://x.org"}],
         "thread": {"type": "create"},
     },
-    "responses": {"background": True, "conversation": "conv_1", "prompt": {"id": "p"}},
+    "responses": {"conversation": "conv_1", "prompt": {"id": "p"}},
 }
 LISTED: dict[str, dict[str, Any]] = {
     "chat": {

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from kvmesh.frontend.auth.admission import Admission
 from kvmesh.frontend.http.middleware import CALLER, RequestMiddleware
 
 
@@ -29,7 +30,9 @@ async def test_an_answered_request_leaves_no_garbage_cycle() -> None:
 
     authenticator = Mock()
     authenticator.account.return_value = None
-    middleware = RequestMiddleware(authenticator, 8, frozenset(), {}, None, None)
+    middleware = RequestMiddleware(
+        authenticator, Admission(8), Mock(behind_s=0.0), frozenset(), {}, None, None
+    )
     app = web.Application(middlewares=[web.middleware(middleware)])
     app.router.add_get("/", handler)
     async with TestClient(TestServer(app)) as client:

@@ -156,11 +156,16 @@ class ConversationThread(Protocol):
 
 
 class ApiCall(Struct):
-    """A parsed request with the renderer of its answer; `thread` if the API stores responses."""
+    """A parsed request with the renderer of its answer; `thread` if the API stores responses.
+
+    `go_on` is set for an answer in the background, which outlives its connection and its frontend:
+    it makes the renderer continue the numbers of the events at the given one.
+    """
 
     request: GenerateRequest
     renderer: Renderer
     thread: ConversationThread | None = None
+    go_on: Callable[[int], None] | None = None
 
 
 class CountCall(Struct):

@@ -98,7 +98,15 @@ class Dispatcher:
             task.dispatch.deadline = task.dispatch.began + self._batch_timeout
         self._tasks.add(task)
         self._idle.clear()
-        self._monitor.watch(task.model, task.stream)
+        stream = task.stream
+        if stream.finish is None and len(stream.tokens) >= task.prepared.max_tokens:
+            stream.stop("length")
+        if stream.finish is not None:  # another frontend had generated all of it
+            return
+        if stream.tokens:
+            block_size = task.prepared.model.card.block_size
+            task.dispatch.extended = _extended(task.prompt, stream.tokens, block_size)
+        self._monitor.watch(task.model, stream)
         await self._dispatch(task)
 
     def release(self, task: SequenceTask) -> None:

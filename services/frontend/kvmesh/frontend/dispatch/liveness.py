@@ -5,7 +5,7 @@ One periodic pass over all streams replaces a timer for each.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.ping import ping
@@ -79,7 +79,7 @@ class ProbeState:
 class LivenessMonitor:
     """Watches the streams in flight.
 
-    While `backlog()` messages of tokens are unread, silence does not count against a worker.
+    While this process reads late, silence does not count against a worker.
     """
 
     def __init__(
@@ -88,13 +88,11 @@ class LivenessMonitor:
         workers: WorkClient,
         events: SequenceEventPublisher,
         stall_timeout: float,
-        backlog: Callable[[], int],
     ) -> None:
         self._bus = bus
         self._workers = workers
         self._events = events
         self._stall_timeout = stall_timeout
-        self._backlog = backlog
         self._watched: dict[TokenStream, ProbeState] = {}
         self._any = asyncio.Event()  # stream to watch
         self._pinged: dict[str, float] = {}
@@ -121,10 +119,11 @@ class LivenessMonitor:
                 previous = self._loop.time()
             await next_tick(TICK_S)
             now = self._loop.time()
-            if now - previous > PAUSE_S:
+            if now - previous > PAUSE_S or self._bus.promptness.late:
                 self._add_pause(now - previous)
             else:
                 self._tick(now)
+            self._bus.promptness.check()
             previous = now
 
     def worker_left(self, card: Instance) -> None:
@@ -151,14 +150,12 @@ class LivenessMonitor:
             self._start(self._resend(stream))
 
     def _add_pause(self, seconds: float) -> None:
-        """Exclude `seconds` in which this process did not run; messages from then are unread."""
+        """Exclude `seconds` in which this process did not run, or read late."""
         for state in self._watched.values():
             state.refresh()
             state.paused += seconds
 
     def _tick(self, now: float) -> None:
-        if self._backlog():
-            return
         for state in list(self._watched.values()):
             stream = state.stream
             if stream.ended.is_set() or not stream.instance:
@@ -210,7 +207,7 @@ class LivenessMonitor:
         except (NoResponder, RequestTimeout) as error:
             log.debug("cannot request missing tokens: %s", error)
             return
-        if not reply.ok and stream.work == work and not self._backlog():
+        if not reply.ok and stream.work == work:
             stream.lose(f"the worker does not know the request: {reply.reason}")
 
     def _lose(self, instance: str, reason: str) -> None:

@@ -43,6 +43,7 @@ TICK_S = 0.1
 ACK_S = 0.75  # for a router to reply, with a placement or `Parked`
 DOUBT_S = 0.3  # without a reply, after which a router is pinged: its reply follows the others
 SILENT_S = 1.0  # without a message from a router, after which its queries move to others
+LATEST = 2  # times its deadline: the longest wait of a query of a process that reads late
 MARGIN_S = 1.0  # beyond the deadline, for the router's own refusal
 RECENT_S = 0.05  # a request that takes longer to read or prepare is of another instant
 MAX_ABANDONED = 16_384  # abandoned attempts whose late placement is still freed
@@ -80,7 +81,8 @@ class RouteQuery:
     """A query in progress.
 
     `compose(new_attempt, arrived)` makes its message, under a new attempt id if `new_attempt`;
-    `arrived` is the Unix time at which the request first entered a queue. `abandoned` lists
+    `arrived` is the Unix time at which the request first entered a queue. `deadline` is on the
+    client's clock, `ends` on the loop's. `abandoned` lists
     attempts to free once a later one is in a queue.
     """
 
@@ -91,6 +93,7 @@ class RouteQuery:
     reply: asyncio.Future[Routed | Refused]
     created: float
     arrived: float | None
+    ends: float
     router: str = ANY_ROUTER
     token: str = ""
     sent_at: float = 0.0
@@ -102,8 +105,8 @@ class RouteQuery:
 class RouteClient:
     """All route queries of one frontend.
 
-    Its clock stops while this process does not run or has no connection: replies sent meanwhile may
-    still be unread. `turn_time`, in Unix seconds, decides which router's turn it is.
+    Its clock stops while this process does not run, reads late or has no connection: replies sent
+    meanwhile may still be unread. `turn_time`, in Unix seconds, decides which router's turn it is.
     """
 
     def __init__(
@@ -149,6 +152,7 @@ class RouteClient:
             self._loop.create_future(),
             time.time(),
             arrived,
+            self._loop.time() + LATEST * (timeout + MARGIN_S),
         )
         if not self._new:
             self._loop.call_soon(self._loop.call_soon, self._send_new)
@@ -352,9 +356,18 @@ class RouteClient:
                 previous = self._loop.time()
             await next_tick(TICK_S)
             now = self._loop.time()
-            if self._bus.connected:
+            if self._bus.connected and not self._bus.promptness.late:
                 self._tick(min(now - previous, 2 * TICK_S))
+            elif self._bus.connected:
+                self._expire_late(now)
+            self._bus.promptness.check()
             previous = now
+
+    def _expire_late(self, now: float) -> None:
+        """No wait is endless, also while this process reads late."""
+        for query in list(self._queries.values()):
+            if now > query.ends:
+                self._expire(query, "This frontend is overloaded.")
 
     def _tick(self, passed: float) -> None:
         self._clock += passed

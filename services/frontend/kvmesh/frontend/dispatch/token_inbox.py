@@ -1,8 +1,10 @@
 """Delivery of tokens from the frontend's subject to their consumers; a message per engine step.
 
 Streams with new tokens are flushed together after every pending message has been read, each at
-most once per `interval`, so that tokens that arrive together share a frame. The end of a stream
-triggers no flush: the task that follows the stream renders its last tokens.
+most once per `interval`, so that tokens that arrive together share a frame. Flushes take at most
+half of the time: with very many streams, frames become fewer and longer, and requests are served
+beside them. The end of a stream triggers no flush: the task that follows the stream renders its
+last tokens.
 """
 
 import asyncio
@@ -16,6 +18,7 @@ from kvmesh.frontend.errors import ApiError
 
 log = logging.getLogger(__name__)
 step_decoder = MessageDecoder(StepOutput)
+LONGEST_REST_S = 1.0
 Consumer: TypeAlias = Callable[[], None]  # renders new tokens on the event loop; must not block
 
 
@@ -38,7 +41,7 @@ class TokenInbox:
     """
 
     def __init__(self, interval: float) -> None:
-        self._interval = interval
+        self._interval = self._shortest = interval
         self._states: dict[str, FlushState] = {}
         self._dirty: list[FlushState] = []
         self._soon_handle: asyncio.Handle | None = None
@@ -104,6 +107,8 @@ class TokenInbox:
             state.dirty = False
             if not state.stream.ended.is_set():
                 self._run_consumer(state)
+        took = self._loop.time() - now
+        self._interval = max(self._shortest, min(2 * took, LONGEST_REST_S))
         if self._dirty and self._late_handle is None:
             self._late_handle = self._loop.call_later(self._interval, self._flush_late)
 

@@ -113,6 +113,11 @@ class TokenStream:
         self.attempts += 1
         self.inherited = len(self.tokens)
 
+    def resume_as(self, sequence_id: str) -> None:
+        """Continue another frontend's sequence, before the first attempt."""
+        self.id = sequence_id
+        self._name(sequence_id)
+
     def _name(self, attempt: str) -> None:
         ref = f"#{secrets.token_urlsafe(6)}"
         self.attempt, self.ref, self.work = attempt, ref, attempt + ref

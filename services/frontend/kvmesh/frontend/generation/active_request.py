@@ -1,6 +1,7 @@
 """One request from dispatch to its last byte, and the runner that makes them."""
 
 import asyncio
+import secrets
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
@@ -106,6 +107,28 @@ class ActiveRequest:
             )
             for index, stream in enumerate(streams)
         ]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of the first choice so far."""
+        return self.tasks[0].stream.tokens
+
+    @property
+    def rendered(self) -> int:
+        """Those of them that are rendered."""
+        return self._choices[0].rendered
+
+    def replay(self, tokens: list[int], cuts: list[int]) -> None:
+        """Render what another frontend had generated, in the same steps, before the dispatch.
+
+        The sequence gets another name: the attempts of that frontend may still be running.
+        """
+        choice, old = self._choices[0], self.tasks[0].stream
+        old.resume_as(f"{old.id}-r{secrets.token_hex(4)}")
+        for cut in dict.fromkeys([*cuts, len(tokens)]):
+            old.tokens = tokens[:cut]
+            old.inherited = cut
+            choice.flush()
 
     async def accepted(self, timeout: float) -> None:
         """Return when workers have accepted every sequence, or after `timeout` seconds.

@@ -82,6 +82,11 @@ class Choice:
         self.calls = AnswerCalls()
         self.finished = False
 
+    @property
+    def rendered(self) -> int:
+        """Tokens that are rendered."""
+        return self._rendered
+
     def flush(self) -> None:
         """Render tokens that have arrived, if the reader keeps up."""
         stream = self._stream

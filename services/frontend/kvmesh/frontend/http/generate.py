@@ -1,10 +1,12 @@
 """The generating endpoints: from the body to the answer, the same way for every API."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
 
-from kvmesh.frontend.apis.base import Api, ApiCall, ConversationThread
+from kvmesh.bus.promptness import Promptness
+from kvmesh.frontend.apis.base import Api, ApiCall, ConversationThread, RequestStamp
 from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.dispatch.route_client import Arrivals
@@ -14,12 +16,20 @@ from kvmesh.frontend.generation.active_request import DISCARD, ActiveRequest, Re
 from kvmesh.frontend.http.bodies import JSON, LARGE, internal_error
 from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory
 from kvmesh.frontend.http.middleware import Caller, Handler, caller_of
+from kvmesh.frontend.http.request_id import stamp_of
 from kvmesh.frontend.http.request_trace import describe, received, summarize, traced
+from kvmesh.frontend.http.responses.background import (
+    BackgroundResponses,
+    Resume,
+    Run,
+    kept_headers,
+)
 from kvmesh.frontend.http.responses.history import StoredHistory
+from kvmesh.frontend.http.responses.log import EventRecord, RunHead, events
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.sse import EventStream, StreamSupervisor
 from kvmesh.frontend.models import ModelRegistry
-from kvmesh.frontend.preprocess.preprocessor import Preprocessor
+from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
 from kvmesh.frontend.sessions.hooks import SessionHooks
 from kvmesh.settings.schema import FrontendSettings
 from kvmesh.tracing.names import STORE_RESPONSE
@@ -38,6 +48,8 @@ class Dependencies:
     authenticator: Authenticator
     session_hooks: SessionHooks
     arrivals: Arrivals
+    promptness: Promptness
+    background: BackgroundResponses
 
 
 class GenerateEndpoint:
@@ -54,6 +66,8 @@ class GenerateEndpoint:
             received(call.http, call.parsed.request, call.caller.started)
             call.caller.bind(call.parsed.request, len(call.body), call.light)
             call.turn.keep(call.parsed.request, call.caller.tenant)
+            if call.parsed.go_on is not None:
+                return await self._in_background(api, call)
             return await self._answer(call.http, api, call.parsed, call.caller)
 
         handle = traced(self._endpoints.with_body(api.parse, act, api=api.name), api.name)
@@ -76,12 +90,7 @@ class GenerateEndpoint:
         caller: Caller,
     ) -> web.StreamResponse:
         request = call.request
-        model, adapter = self._dependencies.registry.resolve(request.model)
-        caller.model = request.model
-        await self._history.prepend(request, call.thread)
-        prepared = await self._dependencies.preprocessor.prepare(request, model, adapter)
-        describe(prepared)
-        model.metrics.prompt_tokens.inc(prepared.prompt_tokens)
+        prepared = await self._prepare(call, caller)
         hooked = self._dependencies.session_hooks.begin(prepared)
         stream = EventStream(http) if request.stream else None
         run, account = self._dependencies.runner.run, caller.account
@@ -97,6 +106,93 @@ class GenerateEndpoint:
             summarize(active, caller.started)
             caller.failed = stream is not None and stream.failed
             self._dependencies.session_hooks.end(hooked, active, api.in_order)
+
+    async def _prepare(self, call: ApiCall, caller: Caller) -> PreparedRequest:
+        request = call.request
+        model, adapter = self._dependencies.registry.resolve(request.model)
+        caller.model = request.model
+        await self._history.prepend(request, call.thread)
+        prepared = await self._dependencies.preprocessor.prepare(request, model, adapter)
+        describe(prepared)
+        model.metrics.prompt_tokens.inc(prepared.prompt_tokens)
+        return prepared
+
+    async def _in_background(self, api: Api, call: EndpointCall[ApiCall]) -> web.StreamResponse:
+        """Start a response that goes on without its client; send its events, or how it begins."""
+        parsed, caller, background = call.parsed, call.caller, self._dependencies.background
+        request, tenant = parsed.request, call.caller.tenant
+        prepared = await self._prepare(parsed, caller)
+        begun, stamp = parsed.renderer.begin(), stamp_of(call.http)
+        run = await background.begin(
+            request.id, tenant, stamp, call.body, kept_headers(call.headers), begun
+        )
+        leave = caller.outlive()
+        work = self._generate(run, api, parsed, caller, prepared, leave)
+        background.start(request.id, run, work)
+        self._dependencies.arrivals.discard(caller)
+        if not request.stream:
+            return web.Response(body=run.head.response, content_type=JSON)
+        return await background.follow(
+            call.http, request.id, tenant, -1, self.resumer(api, call.caller)
+        )
+
+    async def _generate(
+        self,
+        run: Run,
+        api: Api,
+        call: ApiCall,
+        caller: Caller,
+        prepared: PreparedRequest,
+        leave: Callable[[], None],
+        records: Sequence[EventRecord] = (),
+    ) -> None:
+        """Generate a background response into `run`, behind the `records` that it has."""
+        renderer, request, dependencies = call.renderer, call.request, self._dependencies
+        hooked = dependencies.session_hooks.begin(prepared)
+        active = dependencies.runner.run(prepared, renderer, caller.started, run, caller.account)
+        run.tokens, run.rendered = lambda: active.tokens, lambda: active.rendered
+        try:
+            async with active:
+                if records and call.go_on is not None:
+                    run.muted = True
+                    tokens = [token for record in records for token in record.tokens]
+                    active.replay(tokens, [cut for record in records for cut in record.cuts])
+                    call.go_on(1 + max(n for r in records for n, _, _ in events(r.frames)))
+                    run.replayed(len(tokens))
+                last = await active.finished()
+                summary = active.summary()
+                await self._store_turn(call.thread, request, renderer.whole(summary))
+                run.end(last + renderer.done(summary))
+        except ApiError as error:
+            log_failure(error.kind, request.id, f"in the background, {error}")
+            run.end(renderer.failed(error))
+        except Exception as error:
+            run.end(renderer.failed(internal_error(error, request.id)))
+        finally:
+            summarize(active, caller.started)
+            dependencies.session_hooks.end(hooked, active, api.in_order)
+            leave()
+
+    def resumer(self, api: Api, caller: Caller) -> Resume:
+        """A function that goes on with the background response of a frontend that is gone."""
+
+        async def resume(
+            response_id: str, head: RunHead, run: Run, records: Sequence[EventRecord]
+        ) -> None:
+            stamp = RequestStamp(head.token, head.created)
+            call = api.parse(head.body, head.headers, stamp)
+            begun = call.renderer.begin()
+            if not records:
+                run.write(begun)
+            try:
+                caller.bind(call.request, len(head.body), False)
+                prepared = await self._prepare(call, caller)
+            except ApiError as error:
+                run.end(call.renderer.failed(error))
+                return
+            await self._generate(run, api, call, caller, prepared, lambda: None, records)
+
+        return resume
 
     async def _whole(self, active: ActiveRequest, call: ApiCall) -> web.Response:
         await active.finished()

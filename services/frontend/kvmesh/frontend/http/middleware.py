@@ -2,15 +2,17 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from aiohttp import hdrs, web
 
+from kvmesh.bus.promptness import Promptness
 from kvmesh.frontend import metrics
 from kvmesh.frontend.auth.accounts import Account, AccountEntry, Scope
+from kvmesh.frontend.auth.admission import Admission
 from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.conversation import GenerateRequest
-from kvmesh.frontend.errors import ApiError, Overloaded
+from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.generation.active_request import ActiveRequest
 from kvmesh.frontend.http import request_id
 from kvmesh.frontend.http.access_log import CLIENT_CLOSED, MAX_SHOWN, AccessEntry, now
@@ -45,6 +47,7 @@ class Caller:
         self.model = ""
         self.failed = False
         self._entry: AccountEntry | None = None
+        self.outlived: asyncio.Future[Callable[[], None]] | None = None
 
     @property
     def key_tenant(self) -> str | None:
@@ -55,6 +58,12 @@ class Caller:
     def owner(self) -> str:
         """Key of the caller in fair queues."""
         return self.account.key.sha256 if self.account is not None else ""
+
+    @property
+    def fair_class(self) -> str:
+        """Key of the caller in the admission of this frontend."""
+        key = self.account.key if self.account is not None else None
+        return "" if key is None else key.fair_class or key.tenant or key.sha256
 
     def enter(self) -> None:
         """Count the request on the account; raises ApiError (429) at a limit."""
@@ -75,6 +84,15 @@ class Caller:
         if self._entry is not None:
             self._entry.leave()
 
+    def outlive(self) -> Callable[[], None]:
+        """Have the request count until the returned function is called, not until its response."""
+        future = self.outlived = asyncio.get_running_loop().create_future()
+
+        def leave() -> None:
+            future.add_done_callback(lambda done: done.result()())
+
+        return leave
+
     def require_scope(self, scope: Scope) -> None:
         """Raises ApiError (403) if the caller lacks the scope."""
         self._authenticator.require_scope(self._headers, scope)
@@ -90,7 +108,7 @@ def caller_of(http: web.Request) -> Caller:
 
 
 class RequestMiddleware:
-    """Admits requests up to `max_in_flight`, and turns errors of handlers into responses.
+    """Admits requests by the shares of tenants, and turns errors of handlers into responses.
 
     Paths in `unrestricted` need no key and do not count. `id_prefixes` are those of request ids by
     the name of the route. `access_log` gets every request that counts, except of `/metrics`.
@@ -99,19 +117,20 @@ class RequestMiddleware:
     def __init__(
         self,
         authenticator: Authenticator,
-        max_in_flight: int,
+        admission: Admission,
+        promptness: Promptness,
         unrestricted: frozenset[str],
         id_prefixes: Mapping[str, str],
         access_log: Callable[[AccessEntry], None] | None,
         cross_origin: CrossOrigin | None,
     ) -> None:
         self._authenticator = authenticator
-        self._max_in_flight = max_in_flight
+        self._admission = admission
+        self._promptness = promptness
         self._unrestricted = unrestricted
         self._id_prefixes = id_prefixes
         self._access_log = access_log
         self._cross_origin = cross_origin
-        self._in_flight = 0
 
     async def __call__(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         route = request.match_info.route
@@ -125,13 +144,11 @@ class RequestMiddleware:
             return await _respond(request, handler)
         status = CLIENT_CLOSED
         began = asyncio.get_running_loop().time()
-        self._in_flight += 1
         try:
             response = await _respond(request, lambda http: self._admit(http, handler))
             status = response.status
             return response
         finally:
-            self._in_flight -= 1
             caller = request.get(CALLER)
             model = caller.model if caller is not None else ""
             _requests(route.name or "other", model, status).inc()
@@ -145,18 +162,24 @@ class RequestMiddleware:
                 caller.active = None  # else a cycle: it has the response, which has the request
 
     async def _admit(self, http: web.Request, handler: Handler) -> web.StreamResponse:
-        if self._in_flight > self._max_in_flight:
-            raise Overloaded("The server is at its limit of concurrent requests.")
         pages = self._cross_origin
         allowed = pages is not None and pages.allows(http.headers.get(hdrs.ORIGIN))
         self._authenticator.check_origin(http.method, http.headers, allowed)
         now = asyncio.get_running_loop().time()
         caller = http[CALLER] = Caller(self._authenticator, http, now)
-        caller.enter()
+        self._admission.enter(caller.fair_class, self._promptness.behind_s)
         try:
+            caller.enter()
             return await handler(http)
         finally:
-            caller.leave()
+            if caller.outlived is None:
+                self._leave(caller)
+            else:
+                caller.outlived.set_result(partial(self._leave, caller))
+
+    def _leave(self, caller: Caller) -> None:
+        caller.leave()
+        self._admission.leave(caller.fair_class)
 
 
 async def _respond(http: web.Request, handler: Handler) -> web.StreamResponse:

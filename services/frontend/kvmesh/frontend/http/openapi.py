@@ -68,6 +68,7 @@ ENDPOINTS = [
     ),
     EndpointDescription("get", "/v1/responses/{id}", "A stored response"),
     EndpointDescription("delete", "/v1/responses/{id}", "Delete a stored response"),
+    EndpointDescription("post", "/v1/responses/{id}/cancel", "Cancel a background response"),
     EndpointDescription(
         "get", "/v1/responses/{id}/input_items", "Input items of a stored response"
     ),

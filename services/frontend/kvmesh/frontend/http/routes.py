@@ -1,6 +1,7 @@
 """The HTTP application: routes and their handlers."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from aiohttp import web
 
@@ -10,6 +11,7 @@ from kvmesh.frontend.apis.completions import Completions
 from kvmesh.frontend.apis.messages.api import CountTokens, Messages
 from kvmesh.frontend.apis.responses.api import InputTokens, Responses
 from kvmesh.frontend.apis.tokens import Tokenize
+from kvmesh.frontend.auth.admission import Admission
 from kvmesh.frontend.http import request_id
 from kvmesh.frontend.http.access_log import AccessEntry
 from kvmesh.frontend.http.bodies import awaits_reader
@@ -62,7 +64,13 @@ def application(
         endpoints, dependencies.registry, dependencies.preprocessor, dependencies.responses
     )
     threads = dependencies.preprocessor.threads
-    stored = StoredResponseEndpoints(endpoints, dependencies.responses, threads)
+    stored = StoredResponseEndpoints(
+        endpoints,
+        dependencies.responses,
+        threads,
+        dependencies.background,
+        partial(generate.resumer, GENERATING["/v1/responses"]),
+    )
     information = InformationEndpoints(
         dependencies.registry, readiness, warnings, dependencies.authenticator
     )
@@ -71,7 +79,8 @@ def application(
     cross_origin = CrossOrigin(settings.cors_origins) if settings.cors_origins else None
     middleware = RequestMiddleware(
         dependencies.authenticator,
-        settings.max_in_flight,
+        Admission(settings.max_in_flight),
+        dependencies.promptness,
         UNRESTRICTED,
         {api.name: api.id_prefix for api in GENERATING.values()},
         access_log,

@@ -10,6 +10,7 @@ from kvmesh.runtime.http.connection import Connection, RefusingRunner
 from kvmesh.runtime.service import StartError
 from kvmesh.settings.schema import FrontendSettings
 
+BACKLOG = 4096  # connections that wait to be accepted: a late process resets none of them
 
 class ApiConnection(Connection):
     """A connection whose malformed requests are answered in the shape of the OpenAI API."""
@@ -31,7 +32,9 @@ class Runner(RefusingRunner):
 async def listen(runner: Runner, settings: FrontendSettings) -> str:
     """Listen on the frontend's port; returns its URL. Raises StartError if it is unavailable."""
     shared = settings.processes > 1 or settings.reuse_port
-    site = web.TCPSite(runner, settings.host, settings.port, reuse_port=shared or None)
+    site = web.TCPSite(
+        runner, settings.host, settings.port, reuse_port=shared or None, backlog=BACKLOG
+    )
     try:
         await site.start()
     except OSError as error:

@@ -14,6 +14,7 @@ from kvmesh.bus.messages import (
     Placement,
     RankKey,
     Role,
+    Settled,
     Thresholds,
     adapter_name,
 )
@@ -115,7 +116,7 @@ class RankTable:
         self.ranks: list[Rank] = []
         self.cards: dict[str, Instance] = {}
         self.slot_of: dict[tuple[str, int], int] = {}
-        self._compatibility = Compatibility()
+        self.compatibility = Compatibility()
         self._free_slots: list[int] = []
         self._unconstrained_slots: dict[str, Slots] = {}
         self._index_keys: list[RankKey] = []
@@ -145,7 +146,7 @@ class RankTable:
         if card.model is None:
             return
         all_compatible = not self.incompatible
-        self._compatibility.join(card)
+        self.compatibility.join(card)
         if all_compatible and not self.incompatible:
             self._add_card(card)
         else:
@@ -154,14 +155,19 @@ class RankTable:
     @property
     def incompatible(self) -> dict[str, str]:
         """Workers left out as incompatible with the others: instance to reason."""
-        return self._compatibility.misfits
+        return self.compatibility.misfits
+
+    def adopt(self, settled: Settled | None) -> None:
+        """Take what other processes have settled: other workers may be compatible then."""
+        self.compatibility.adopt(settled)
+        self._readmit()
 
     def _readmit(self, changed: Instance | None = None) -> None:
         """Update the slots after the set of compatible workers changed."""
         for instance in self.incompatible:
             if instance in self.cards:
                 self._remove_card(instance)
-        for card in self._compatibility.cards:
+        for card in self.compatibility.cards:
             if card.instance in self.incompatible:
                 continue
             if card is changed or card.instance not in self.cards:
@@ -182,7 +188,7 @@ class RankTable:
     def leave(self, instance: str) -> list[int]:
         """Remove a card; returns its slots, each of which stays while it has active requests."""
         all_compatible = not self.incompatible
-        self._compatibility.leave(instance)
+        self.compatibility.leave(instance)
         if instance not in self.cards and self.nodes.leave(instance):
             self._invalidate()
         slots = self._remove_card(instance)

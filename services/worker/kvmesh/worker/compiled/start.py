@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery.directory import read_cards
+from kvmesh.bus.discovery.cards import read_cards
 from kvmesh.bus.messages import Role
 from kvmesh.bus.storage.shared_secret import SecretUnusable, parse_secret
 from kvmesh.runtime.service import StartError

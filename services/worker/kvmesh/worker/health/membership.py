@@ -4,18 +4,23 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
+from math import inf
 
-import msgspec
+from msgspec.structs import replace
 
 from kvmesh.bus.absence import REJOIN_S
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery.compatibility import CardProfile, Compatibility, namesakes
+from kvmesh.bus.discovery.cards import read_cards
+from kvmesh.bus.discovery.compatibility import (
+    WITNESSES,
+    Compatibility,
+    Statements,
+    namesakes,
+)
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.discovery.ping import ping
 from kvmesh.bus.errors import BusError, NoResponder, cause
-from kvmesh.bus.log_once import LogOnce
-from kvmesh.bus.messages import Instance, MessageDecoder, Role
-from kvmesh.bus.storage.buckets import read_bucket
+from kvmesh.bus.messages import Instance, Role
 from kvmesh.runtime.warnings import Warnings
 from kvmesh.worker.engine import EngineConfigError, EngineError
 
@@ -26,7 +31,6 @@ CARD_S = (
 )
 PING_S = REJOIN_S + 0.5  # a worker that starts has connected just now
 SEEN_S, SEEN_POLL_S = 30.0, 0.05
-_cards = MessageDecoder(Instance)
 
 
 class Membership:
@@ -40,7 +44,6 @@ class Membership:
         self._warnings = warnings
         self._interval_s = min(CHECK_S, 3 * lease_s)
         self._namesakes: set[str] = set()
-        self._logged = LogOnce()
         self.incompatible = ""
 
     async def admit(self, card: Instance) -> None:
@@ -86,12 +89,9 @@ class Membership:
         except EngineError as error:
             log.warning("%s", error)
             return False
-        compatibility = Compatibility()
-        for each in (card, *others):
-            compatibility.join(each)
         serving = [
             c.model
-            for c in compatibility.fitting
+            for c in _group(card, [card, *others]).fitting
             if c.name != card.name and not c.draining and c.serves == card.serves
         ]
         found = {adapter for model in serving if model is not None for adapter in model.adapters}
@@ -127,7 +127,9 @@ class Membership:
                 raise EngineError(f"cannot read the lease of this worker in {SEEN_S:g} s")
             await asyncio.sleep(SEEN_POLL_S)
             cards = await self._present()
-        return [c for c in _of_model(card, cards) if c.name != card.name]
+        return [
+            c for c in _of_model(card, cards) if c.name != card.name or c.instance == card.instance
+        ]
 
     async def _present(self) -> list[Instance]:
         try:
@@ -136,24 +138,15 @@ class Membership:
             raise EngineError(f"cannot read the instances on the mesh: {cause(error)}") from error
 
     async def _read(self) -> list[Instance]:
-        bucket = self._bus.subjects.instances_bucket
-        found = await read_bucket(self._bus, bucket, f"{Role.WORKER}.>")
-        cards = [self._decode(key, data) for key, data in found.items()]
-        return [card for card in cards if card is not None]
-
-    def _decode(self, key: str, data: bytes) -> Instance | None:
-        try:
-            return _cards.decode(data)
-        except msgspec.MsgspecError as error:
-            if self._logged.first(key, reason := str(error)):
-                log.warning("ignored an unreadable card at %s: %s", key, reason)
-            return None
+        return await read_cards(self._bus, Role.WORKER, *WITNESSES)
 
     async def _alive(self, cards: list[Instance]) -> list[Instance]:
         found = await asyncio.gather(*(self._is_alive(card) for card in cards))
         return [card for card, alive in zip(cards, found, strict=True) if alive]
 
     async def _is_alive(self, card: Instance) -> bool:
+        if card.role in WITNESSES:  # what they state holds
+            return True
         try:
             await ping(self._bus, card.instance, PING_S)
         except NoResponder:
@@ -170,20 +163,28 @@ ADVICE = (
 
 
 def _of_model(card: Instance, cards: Iterable[Instance]) -> list[Instance]:
-    return [c for c in cards if c.model and card.model and c.model.name == card.model.name]
+    """The cards of the model's workers, and those whose statements say what is settled."""
+    assert card.model is not None
+    name = card.model.name
+    return [c for c in cards if (c.model and c.model.name == name) or c.role in WITNESSES]
 
 
 def _misfit_reason(card: Instance, others: list[Instance]) -> str:
     """The reason why a worker does not fit those present, regardless of age; else empty."""
-    present = Compatibility()
-    for other in others:
-        present.join(other)
-    return CardProfile(c for c in present.fitting if not c.draining).differs(card)
+    youngest = replace(card, started=inf)
+    return _group(card, [*others, youngest]).misfits.get(card.instance, "")
 
 
 def _exclusion_reason(card: Instance, others: list[Instance]) -> str:
     """The reason why routers ignore a worker; empty if they do not."""
-    workers = Compatibility()
-    for other in (*others, card):
-        workers.join(other)
-    return workers.misfits.get(card.instance, "")
+    known = any(other.instance == card.instance for other in others)  # its age is the server's
+    return _group(card, others if known else [*others, card]).misfits.get(card.instance, "")
+
+
+def _group(card: Instance, cards: list[Instance]) -> Compatibility:
+    assert card.model is not None
+    group = Compatibility(Statements(cards).of(card.model.name))
+    for each in cards:
+        if each.model is not None:
+            group.join(each)
+    return group

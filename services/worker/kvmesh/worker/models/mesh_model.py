@@ -9,7 +9,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery.directory import read_cards
+from kvmesh.bus.discovery.cards import read_cards
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import Role, StartPhase
 from kvmesh.runtime.quantities import size

@@ -85,7 +85,8 @@ class Responses:
         turn = turn or TurnBody(body)
         parsed, request = parse_body(body, headers, stamp, turn)
         answer = ResponsesAnswer(request, parsed, stamp)
-        return ApiCall(request, answer, ResponsesThread(request, parsed, answer, turn.items))
+        thread = ResponsesThread(request, parsed, answer, turn.items)
+        return ApiCall(request, answer, thread, answer.go_on if parsed.background else None)
 
 
 class InputTokens:
@@ -181,6 +182,10 @@ class ResponsesAnswer:
     def mark_unstored(self) -> None:
         """Set `store` to false in the response from now on."""
         self._request_fields["store"] = False
+
+    def go_on(self, number: int) -> None:
+        """The next event has this number: a frontend before this one has sent the others."""
+        self._sequence = number
 
     def begin(self) -> bytes:
         response = self._object("in_progress", None)
@@ -308,7 +313,7 @@ def _request_fields(body: ResponsesBody) -> dict[str, Any]:
     text = body.text.format if body.text and body.text.format else None
     form = {"type": "text"} if text is None else text
     return {
-        "background": False,
+        "background": bool(body.background),
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},

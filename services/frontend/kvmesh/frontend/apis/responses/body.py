@@ -124,7 +124,7 @@ class ResponsesBody(Struct, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: CacheRetention | None = None
     prompt_cache_options: CacheOptions | None = None
-    background: Any = None
+    background: bool | None = None
     conversation: Any = None
     prompt: Any = None
     response_format: Any = None
@@ -134,7 +134,6 @@ class ResponsesBody(Struct, kw_only=True):
 
 
 UNSUPPORTED = UnsupportedFields(
-    background=None,
     conversation="previous_response_id",
     prompt=None,
     response_format="text.format",
@@ -180,6 +179,8 @@ def _check(body: ResponsesBody, known: int) -> None:
     if isinstance(body.input, list):
         check_length(known + len(body.input), 0, MAX_MESSAGES, "input")
     check_length(len(body.tools or []), 0, MAX_TOOLS, "tools")
+    if body.background and body.store is False:
+        raise InvalidRequest("`background` requires `store`.", "background")
 
 
 def _sampling(body: ResponsesBody) -> Sampling:

@@ -1,5 +1,7 @@
 """Endpoints of stored responses: read one, list its input, delete it."""
 
+from collections.abc import Callable
+
 from aiohttp import web
 
 from kvmesh.frontend.apis.base import decode_query, json_encode
@@ -9,7 +11,9 @@ from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.fair_threads import FairThreads
 from kvmesh.frontend.http.bodies import LARGE
 from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory
-from kvmesh.frontend.http.responses.store import ResponseStore
+from kvmesh.frontend.http.middleware import Caller
+from kvmesh.frontend.http.responses.background import BackgroundResponses, Resume, starting_after
+from kvmesh.frontend.http.responses.store import ResponseNotFound, ResponseStore
 
 PATH = "/v1/responses/{id}"
 
@@ -18,8 +22,15 @@ class StoredResponseEndpoints:
     """Makes the handlers of /v1/responses/{id}."""
 
     def __init__(
-        self, endpoints: EndpointFactory, store: ResponseStore, threads: FairThreads
+        self,
+        endpoints: EndpointFactory,
+        store: ResponseStore,
+        threads: FairThreads,
+        background: BackgroundResponses,
+        resumer: Callable[[Caller], Resume],
     ) -> None:
+        self._background = background
+        self._resumer = resumer
         self._endpoints = endpoints
         self._store = store
         self._threads = threads
@@ -31,15 +42,38 @@ class StoredResponseEndpoints:
             web.get(PATH, handler(self._get), name="stored"),
             web.delete(PATH, handler(self._delete), name="stored-delete"),
             web.get(f"{PATH}/input_items", handler(self._input), name="stored-input"),
+            web.post(f"{PATH}/cancel", handler(self._cancel), name="stored-cancel"),
         ]
 
-    async def _get(self, call: EndpointCall[None]) -> bytes:
+    async def _get(self, call: EndpointCall[None]) -> web.StreamResponse | bytes:
+        tenant, resume = call.caller.tenant, self._resumer(call.caller)
         if call.http.query.get("stream", "false") != "false":
-            raise InvalidRequest("`stream`: a stored response is not streamed.", "stream")
-        return bytes((await self._store.get(call.path_id, call.caller.tenant)).response)
+            after = starting_after(call.http)
+            try:
+                return await self._background.follow(call.http, call.path_id, tenant, after, resume)
+            except ResponseNotFound:
+                await self._store.get(call.path_id, tenant)
+                reason = "`stream`: only responses of the background are streamed again."
+                raise InvalidRequest(reason, "stream") from None
+        try:
+            return bytes((await self._store.get(call.path_id, tenant)).response)
+        except ResponseNotFound:
+            return await self._background.response(call.path_id, tenant, resume)
+
+    async def _cancel(self, call: EndpointCall[None]) -> bytes:
+        try:
+            return await self._background.cancel(call.path_id, call.caller.tenant)
+        except ResponseNotFound:
+            await self._store.get(call.path_id, call.caller.tenant)
+            raise InvalidRequest("Only responses of the background can be cancelled.") from None
 
     async def _delete(self, call: EndpointCall[None]) -> bytes:
-        await self._store.delete(call.path_id, call.caller.tenant)
+        try:
+            await self._background.cancel(call.path_id, call.caller.tenant)
+        except ResponseNotFound:
+            await self._store.delete(call.path_id, call.caller.tenant)
+        else:
+            await self._store.purge(call.path_id, call.caller.tenant)
         return json_encode({"id": call.path_id, "object": "response", "deleted": True})
 
     async def _input(self, call: EndpointCall[None]) -> bytes:

@@ -21,6 +21,7 @@ from kvmesh.frontend.apis.responses.input_items import referenced_items
 from kvmesh.frontend.apis.responses.references import References
 from kvmesh.frontend.auth.bucket_quota import BucketQuota, owner_of
 from kvmesh.frontend.errors import ApiError, InvalidRequest, Unavailable
+from kvmesh.frontend.http.responses.log import ResponseLog
 
 log = logging.getLogger(__name__)
 PART_BYTES = 512 << 10
@@ -62,6 +63,12 @@ class ResponseStore:
         name = bus.subjects.responses_bucket
         self._quota = BucketQuota(bus, name, int(max_bytes * tenant_share))
         self._bucket = evicting_bucket(bus, name, ttl_s, max_bytes)
+
+    def log(self, response_id: str, tenant: str) -> ResponseLog:
+        """The events of a background response; raises ResponseNotFound for what is no id."""
+        if not _is_id(response_id):
+            raise ResponseNotFound(response_id)
+        return ResponseLog(self._bucket, self._quota, _entry(response_id, tenant))
 
     async def history(
         self, response_id: str, tenant: str, param: str | None = "previous_response_id"
@@ -176,6 +183,10 @@ class ResponseStore:
     async def delete(self, response_id: str, tenant: str) -> None:
         """Delete a response; raises ResponseNotFound or Unavailable."""
         await self.get(response_id, tenant)
+        await self.purge(response_id, tenant)
+
+    async def purge(self, response_id: str, tenant: str) -> None:
+        """Delete whatever is stored of a response that exists; raises Unavailable."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await self._quota.purge(_entry(response_id, tenant))

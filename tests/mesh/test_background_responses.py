@@ -1,0 +1,150 @@
+"""Background responses: their streams are resumed, also on another frontend once theirs is gone."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI, BadRequestError, NotFoundError
+from support.mesh import Mesh
+from support.nats import NatsServer, free_port
+from support.wait import eventually
+
+MODEL = "kvmesh-demo"
+TOKENS = 300
+PROMPT = "Tell a long story about a background response. " * 4
+
+
+@pytest.fixture(scope="module")
+def stage(
+    nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Mesh, str]]:
+    mesh = Mesh(nats_server.url, tmp_path_factory.mktemp("background"))
+    other = free_port()
+    try:
+        mesh.start_all()
+        mesh.start("frontend", "frontend-1", KVMESH_FRONTEND_PORT=str(other))
+        asyncio.run(mesh.ready())
+        yield mesh, f"http://127.0.0.1:{other}"
+    finally:
+        mesh.stop()
+
+
+@pytest_asyncio.fixture
+async def clients(stage: tuple[Mesh, str]) -> AsyncIterator[tuple[AsyncOpenAI, AsyncOpenAI]]:
+    """A client of each frontend."""
+    urls = (stage[0].url, stage[1])
+    one, two = (AsyncOpenAI(base_url=f"{url}/v1", api_key="n", max_retries=0) for url in urls)
+    async with one, two:
+        yield one, two
+
+
+def ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def request(prompt: str = PROMPT, **changes: Any) -> dict[str, Any]:
+    body = {"model": MODEL, "input": prompt, "max_output_tokens": TOKENS, "temperature": 0}
+    return {**body, "extra_body": {"nvext": {"ignore_eos": True}}, **changes}
+
+
+async def test_a_stream_goes_on_at_another_frontend_once_its_own_was_killed(
+    stage: tuple[Mesh, str], clients: tuple[AsyncOpenAI, AsyncOpenAI]
+) -> None:
+    mesh, other = stage
+    await eventually(lambda: ready(other) and ready(mesh.url))
+    one, two = clients
+    expected = await two.responses.create(**request())
+    seen: list[int] = []
+    text, response_id = "", ""
+    stream = await one.responses.create(**request(), background=True, stream=True)
+    async for event in stream:
+        seen.append(event.sequence_number)
+        if event.type == "response.created":
+            response_id = event.response.id
+            assert event.response.background
+        if event.type == "response.output_text.delta":
+            text += event.delta
+            if len(text) > 100:
+                break
+    await stream.close()
+    mesh.kill("frontend-0")
+    last = None
+    async for event in await two.responses.retrieve(
+        response_id, stream=True, starting_after=seen[-1]
+    ):
+        seen.append(event.sequence_number)
+        last = event
+        if event.type == "response.output_text.delta":
+            text += event.delta
+    assert seen == list(range(len(seen)))
+    assert text == expected.output_text
+    assert last is not None
+    assert last.type == f"response.{expected.status}", last
+    found = await two.responses.retrieve(response_id)
+    assert (found.output_text, found.status) == (expected.output_text, expected.status)
+    assert found.usage is not None
+    assert expected.usage is not None
+    assert found.usage.output_tokens == expected.usage.output_tokens
+    await two.responses.delete(response_id)
+    with pytest.raises(NotFoundError):
+        await two.responses.retrieve(response_id)
+    mesh.restart("frontend-0")
+    await eventually(lambda: ready(mesh.url))
+
+
+async def test_a_response_that_nobody_reads_is_finished(
+    stage: tuple[Mesh, str], clients: tuple[AsyncOpenAI, AsyncOpenAI]
+) -> None:
+    _, other = stage
+    one, two = clients
+    begun = await one.responses.create(**request(max_output_tokens=20), background=True)
+    assert begun.status == "in_progress"
+
+    async def finished() -> bool:
+        return (await two.responses.retrieve(begun.id)).status == "incomplete"
+
+    await eventually(finished)
+    async with httpx.AsyncClient(timeout=60) as http:
+        url = f"{other}/v1/responses/{begun.id}"
+        whole = await http.get(url, params={"stream": "true"})
+        ids = [line for line in whole.text.splitlines() if line.startswith("id: ")]
+        assert ids == [f"id: {number}" for number in range(len(ids))]
+        rest = await http.get(
+            url, params={"stream": "true"}, headers={"Last-Event-ID": str(len(ids) - 2)}
+        )
+        events = [line for line in rest.text.splitlines() if line.startswith("event: ")]
+        assert events == ["event: response.incomplete"]
+        refused = await http.get(url, params={"stream": "true", "starting_after": "x"})
+        assert refused.status_code == 400
+        for path in ("resp_unknown", "x"):
+            missing = await http.get(f"{other}/v1/responses/{path}", params={"stream": "true"})
+            assert missing.status_code == 404
+
+
+async def test_a_response_is_cancelled_at_any_frontend(
+    stage: tuple[Mesh, str], clients: tuple[AsyncOpenAI, AsyncOpenAI]
+) -> None:
+    mesh, _ = stage
+    one, two = clients
+    begun = await one.responses.create(**request(max_output_tokens=5000), background=True)
+    cancelled = await two.responses.cancel(begun.id)
+    assert cancelled.status == "cancelled"
+    assert (await one.responses.retrieve(begun.id)).status == "cancelled"
+
+    def stopped() -> bool:
+        return mesh.metrics().get("kvmesh_frontend_active_requests", 0.0) == 0.0
+
+    await eventually(stopped)
+    assert (await one.responses.cancel(begun.id)).status == "cancelled"
+    await one.responses.delete(begun.id)
+    plain = await one.responses.create(**request(max_output_tokens=5))
+    with pytest.raises(BadRequestError):
+        await one.responses.cancel(plain.id)
+    with pytest.raises(BadRequestError):
+        await one.responses.create(**request(), background=True, store=False)
