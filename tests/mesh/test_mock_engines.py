@@ -10,7 +10,7 @@ from support.nats import NatsServer
 from support.wait import eventually
 
 from kvmesh.bus.messages import Placement, Sampling
-from kvmesh.router.embedded import EmbeddedRouter
+from kvmesh.router import KvRouter
 
 ENGINES = 5
 MODEL = "kvmesh-demo"
@@ -30,20 +30,22 @@ async def mesh(
 
 
 async def test_every_engine_serves_and_knows_its_own_blocks(mesh: Mesh) -> None:
-    async with EmbeddedRouter.connect(MODEL, mesh.options, timeout=30) as router:
+    async with KvRouter.connect(MODEL, mesh.options, timeout=30) as router:
         await eventually(lambda: _all_known(router))
-        instances = [load.instance for load in await router.potential_loads([1] * 64)]
+        instances = [load["worker_id"] for load in await router.get_potential_loads([1] * 64)]
         for number, instance in enumerate(instances):
             prompt = [5 + number, *range(100, 300)]
             where = Placement(instance=instance)
             answer = [
                 token
-                async for part in router.generate(prompt, Sampling(max_tokens=8), placement=where)
-                for token in part
+                async for part in router.generate(
+                    prompt, sampling=Sampling(max_tokens=8), placement=where
+                )
+                for token in part["token_ids"]
             ]
             assert answer
-            held = await router.best_worker(prompt, update=False)
-            assert (held.instance, held.overlap) == (instance, len(prompt) // 16)
+            held = await router.best_worker(prompt, update_indexer=False)
+            assert (held.worker_id, held.overlap_blocks) == (instance, len(prompt) // 16)
 
 
 async def test_a_drained_engine_leaves_alone_and_the_process_ends_cleanly(mesh: Mesh) -> None:
@@ -56,5 +58,5 @@ async def test_a_drained_engine_leaves_alone_and_the_process_ends_cleanly(mesh: 
     await eventually(lambda: mesh.live_workers() == 0)
 
 
-async def _all_known(router: EmbeddedRouter) -> bool:
-    return len(await router.potential_loads([1] * 64)) == ENGINES
+async def _all_known(router: KvRouter) -> bool:
+    return len(await router.get_potential_loads([1] * 64)) == ENGINES

@@ -12,6 +12,7 @@ from kvmesh.settings.schema import FrontendSettings
 
 BACKLOG = 4096  # connections that wait to be accepted: a late process resets none of them
 
+
 class ApiConnection(Connection):
     """A connection whose malformed requests are answered in the shape of the OpenAI API."""
 
