@@ -62,7 +62,8 @@ def _show(findings: "list[Finding]", as_json: bool) -> int:
         table = FittedTable([TextColumn(""), TextColumn(""), TextColumn("", wraps=True)])
         for finding in findings:
             severity = Text(finding.severity, _COLOURS[finding.severity])
-            table.add_row(severity, literal(finding.subject), literal(finding.text))
+            action = f"; to do: {finding.action}" if finding.action else ""
+            table.add_row(severity, literal(finding.subject), literal(finding.text + action))
         table.show(stdout_console())
     return 1 if any(finding.severity == "fault" for finding in findings) else 0
 
