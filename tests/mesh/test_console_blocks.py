@@ -42,7 +42,7 @@ async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Up]:
                 status, answer = await client.post("/v1/chat/completions", body)
                 assert status == 200, answer
         for name in ("trace.jsonl", "chats.jsonl", "agents.json"):
-            made = shell(up, f"kvmesh workload generate chat --sessions 4 -o {name}")
+            made = shell(up, f"kvmesh workload generate demo --sessions 4 -o {name}")
             assert made.returncode == 0, made.stderr
         (up.folder / "output.txt").write_text("Hello")
         await eventually(lambda: shell(up, "kvmesh plan").returncode == 0)

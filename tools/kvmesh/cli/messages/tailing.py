@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 DEFAULT = (*STREAMED, "instances")
 COLOURS = {"kv": 32, "route": 35, "seq": 34, "instances": 33, "load": 90, "out": 36}
 REQUEST_COLOUR = 31
+REFUSED_S = 1.0  # in which a server refuses subscriptions
 QUIET_S = 10.0  # without a message, after which a terminal says so
 ONE_SUBJECT = ("sessions", "limits", "oracle", "traces")  # these kinds have no further tokens
 
@@ -121,8 +122,7 @@ class BusTail:
             self._directory = Directory(self._bus, self._limits, self._on_join, self._on_leave)
             await self._directory.open()
         if follows:
-            await self._check_refused(subjects)
-            await self._until_done()
+            await self._until_done(subjects)
 
     def _header(self, patterns: Sequence[str], follows: bool) -> str:
         """The subjects, the mesh, and since when."""
@@ -135,22 +135,27 @@ class BusTail:
         end = ", until Ctrl-C" if follows else " to now"
         return f"{verb} {' '.join(patterns)} of {place} {then}{end}"
 
-    async def _until_done(self) -> None:
-        """Wait for the end; a terminal is told of each silence."""
-        told = -1.0
+    async def _until_done(self, subjects: Sequence[str]) -> None:
+        """Wait for the end; a terminal is told of each silence.
+
+        Raises NotPermitted once the server refuses all `subjects`; the bus warns of each.
+        """
+        told, wait_s = -1.0, REFUSED_S
         while not self._done.is_set():
             seen = self._last
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._done.wait(), QUIET_S)
+                await asyncio.wait_for(self._done.wait(), wait_s)
+            self._check_refused(subjects)
+            if wait_s == REFUSED_S:
+                wait_s = QUIET_S
+                continue
             silent = seen == self._last != told and not self._done.is_set()
             if silent and sys.stderr.isatty():
                 lost = "" if self._bus.connected else "; NATS cannot be reached, retrying"
                 self._say(f"no message since {_clock(seen or self._began)}{lost}")
                 told = seen
 
-    async def _check_refused(self, subjects: Sequence[str]) -> None:
-        """Raises NotPermitted if the server refuses all `subjects`; the bus warns of each."""
-        await self._bus.flush()  # the server's errors precede the end of the round trip
+    def _check_refused(self, subjects: Sequence[str]) -> None:
         refused = self._bus.faults.about(REFUSED)
         wanted = [f"subscribe {subject}" for subject in subjects]
         if wanted and self._directory is None and all(each in refused for each in wanted):
