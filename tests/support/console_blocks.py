@@ -24,9 +24,7 @@ CANNOT = {
     ),
     r"benchmarks/": "takes minutes; `make bench` and benchmarks/README.md are about it",
     r"conversation_trace|kv-cache-tester": "needs a trace that is downloaded",
-    r"--speed 0\.2|backtest coding|plan size|plan fit|unattended|simulate coding": (
-        "takes minutes"
-    ),
+    r"replay demo|backtest coding|plan size|plan fit|unattended|simulate coding": ("takes minutes"),
     r"simulate teams|--num-requests 50000": "takes minutes",
     r"kvmesh adapter (load|unload)|kvmesh (sleep|promote)|kvmesh role": (
         "needs several workers of torch or vLLM; tests of these commands run them"

@@ -56,6 +56,7 @@ class WhatIfPage:
     def __init__(self, mesh: Mesh, query: Mapping[str, str]) -> None:
         self._mesh = mesh
         self._task: asyncio.Task[None] | None = None
+        self._opening: asyncio.Task[None] | None = None
         self._names: list[str] = []
         self._wanted_model = query.get("model", "")
         self._policies = {name: name for name in sorted({*BUILT_IN, *installed()})}
@@ -121,9 +122,11 @@ class WhatIfPage:
         if value not in names:
             value = names[0] if names else None
         self._model.set_options(names, value=value)
-        if first and self._task is None:
+        if first and self._task is None and value is not None:
             now = time.time()
             self._begin(now - float(self._span.value or 0), now)  # a page that opens shows one
+            self._opening = self._task
+            self._button.set_enabled(True)  # another one may take its place
 
     def cancel(self) -> None:
         """End the comparison that runs."""
@@ -135,6 +138,9 @@ class WhatIfPage:
             field.set_visibility(self._span.value == CUSTOM)
 
     async def _start(self) -> None:
+        if self._task is not None and self._task is self._opening:
+            self._task.cancel()
+            await asyncio.wait({self._task})
         if self._task is not None:
             return
         now = time.time()
