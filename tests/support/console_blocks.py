@@ -63,7 +63,7 @@ class ConsoleCommand(NamedTuple):
     @property
     def kvmesh(self) -> list[str]:
         """The words of a plain `kvmesh` command, with neither comment nor redirection."""
-        words = shlex.split(self.text, comments=True)
+        words = shlex.split(_joined(self.text), comments=True)
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
             words.pop(0)
         plain = words[:1] == ["kvmesh"] and not set(words) & {"|", "&", "…", ">"}
@@ -88,13 +88,18 @@ def _commands(block: str) -> Iterator[str]:
             continue
         command = line[2:]
         while command.endswith("\\") or not _complete(command):
-            command = command.removesuffix("\\") + "\n" + next(lines, "'")
+            command += "\n" + next(lines, "'")
         yield command
+
+
+def _joined(command: str) -> str:
+    """The command on one line, where a backslash continues it."""
+    return command.replace("\\\n", " ")
 
 
 def _complete(command: str) -> bool:
     try:
-        shlex.split(command, comments=True)
+        shlex.split(_joined(command), comments=True)
     except ValueError:
         return False
     return True
