@@ -52,7 +52,7 @@ class ConsoleCommand(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why a test cannot run it; empty if it can."""
+        """The reason why a test cannot run it; empty if it can."""
         found = (why for pattern, why in CANNOT.items() if re.search(pattern, self.text))
         return next(found, "")
 
