@@ -59,7 +59,7 @@ async def test_sessions_share_a_node_that_a_worker_holds_until_it_is_cleared(
     await expect(holders.get_by_role("row").nth(1)).to_contain_text("100.0%")
     post(up, "/v1/cache/clear", "tree-tenant", {"model": MODEL})
     await expect(shared).to_contain_text("held by nobody", timeout=SEEN_MS)
-    await expect(holders).to_contain_text("No data available")
+    await expect(holders).to_contain_text("no holders")
     complete(up, "tree-tenant", "Review programs with care.", "ada")
     await expect(shared).not_to_contain_text("held by nobody", timeout=SEEN_MS)
 

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -40,12 +42,15 @@ class Command:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.lines: list[str] = []
+        self.headers: list[str] = []
         self.reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
         assert self.process.stdout is not None
-        async for line in self.process.stdout:
-            self.lines.append(line.decode().rstrip("\n"))
+        async for data in self.process.stdout:
+            line = data.decode().rstrip("\n")
+            is_header = re.match("kvmesh tail: (following|replaying) ", line)
+            (self.headers if is_header else self.lines).append(line)
 
     def lines_with(self, *parts: str) -> list[str]:
         return [line for line in self.lines if all(part in line for part in parts)]
@@ -91,6 +96,39 @@ async def test_the_tail_shows_a_request_from_decision_to_end(mesh: Up, run: Run)
     assert tail.lines_with("seq", f"prefilled {request}")
     assert tail.lines_with("seq", f"free {request}")
     await eventually(lambda: tail.lines_with("kv ", "kvmesh-demo worker-", "+"))
+
+
+async def test_an_idle_tail_says_that_it_listens(mesh: Up, run: Run) -> None:
+    tail = await run("tail", "scaling", "limits", "--nats", mesh.nats_url)
+    await eventually(lambda: tail.headers)
+    (header,) = tail.headers
+    assert header.startswith("kvmesh tail: following scaling limits of mesh kvmesh on NATS at ")
+    assert re.search(r" since \d\d:\d\d:\d\d, until Ctrl-C$", header)
+    assert tail.lines == []
+
+
+async def test_a_command_in_another_folder_finds_the_mesh(mesh: Up, tmp_path: Path) -> None:
+    """By the user's record, with a notice; a state directory names one of several."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
+
+    async def status(*arguments: str) -> tuple[int, str, str]:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvmesh.cli.main", "status", *arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=clean,
+            cwd=tmp_path,
+        )
+        out, err = await process.communicate()
+        assert process.returncode is not None
+        return process.returncode, out.decode(), err.decode()
+
+    code, out, err = await status("--state-dir", str(mesh.token_file.parent))
+    assert (code, err) == (0, "")
+    assert "worker-1-" in out
+    code, out, err = await status("--state-dir", str(tmp_path))
+    assert (code, out) == (1, "")
+    assert f"--state-dir {mesh.token_file.parent}" in err
 
 
 async def test_the_tail_as_json_is_complete(mesh: Up, run: Run) -> None:
@@ -217,6 +255,7 @@ async def test_a_missing_mesh_is_reported_in_one_line(
     shown = await run(*words, *place)
     assert await asyncio.wait_for(shown.process.wait(), PATIENCE_S) == 1
     await shown.reading
-    assert shown.lines == [
+    (line,) = shown.lines
+    assert line.startswith(
         f"kvmesh {command}: no mesh named {options.namespace} at {nats_server.url}"
-    ]
+    )

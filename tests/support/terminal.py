@@ -19,11 +19,11 @@ _KEPT = 20_000
 
 
 class Terminal:
-    """A command in a terminal of 20 lines and 200 columns."""
+    """A command in a terminal of 20 lines and `columns` columns."""
 
-    def __init__(self, arguments: list[str], env: Mapping[str, str]) -> None:
+    def __init__(self, arguments: list[str], env: Mapping[str, str], columns: int = 200) -> None:
         self._main, shell = pty.openpty()
-        fcntl.ioctl(shell, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 200, 0, 0))
+        fcntl.ioctl(shell, termios.TIOCSWINSZ, struct.pack("HHHH", 20, columns, 0, 0))
         self._shell = shell
         self._mode = termios.tcgetattr(shell)
         self._process = subprocess.Popen(

@@ -29,6 +29,10 @@ class BusFaults:
         """One line per present fault of a kind."""
         return list(self._found.get(kind, {}).values())
 
+    def about(self, kind: str) -> set[str]:
+        """The subjects or streams of the present faults of a kind."""
+        return set(self._found.get(kind, {}))
+
     def update(self, kind: str, found: Mapping[str, str]) -> None:
         """Replace all faults of a kind; `found` maps a subject or stream to one line of text."""
         before = self._found.get(kind, {})

@@ -247,5 +247,5 @@ def test_the_conversation_and_the_origin_of_a_fork_are_named() -> None:
 def test_turns_of_several_conversations_are_told_apart() -> None:
     turns = [replace(OUTCOME, conversation=name) for name in ("3fa2b1c0", "99999999")]
     for count, shown in ((1, False), (2, True)):
-        headings = [column.header for column in render(turns[:count]).columns]
+        headings = [column.heading for column in render(turns[:count]).columns]
         assert ("conversation" in headings) == shown

@@ -55,9 +55,14 @@ def test_libraries_import_neither_services_nor_tools() -> None:
 
 
 def test_workloads_import_no_service_and_no_other_tool() -> None:
-    """Workloads stay usable without the mesh."""
+    """Workloads stay usable without the mesh; their tables are like those of all commands."""
     folder = ROOT / "tools" / "kvmesh" / "workload"
-    assert violations(folder, SERVICES | TOOLS - {"workload"}) == []
+    assert violations(folder, SERVICES | TOOLS - {"workload", "terminal"}) == []
+
+
+def test_what_prints_tables_knows_no_mesh() -> None:
+    folder = ROOT / "tools" / "kvmesh" / "terminal"
+    assert violations(folder, SERVICES | TOOLS - {"terminal"}) == []
 
 
 def test_the_simulator_does_not_import_the_command_line() -> None:

@@ -3,12 +3,12 @@
 import io
 
 from rich.console import Console
-from rich.table import Table
 
 from kvmesh.bus.messages import ActiveAgentsReport, Outcome, RestingAgent, ReturnCheck, ReturnClass
 from kvmesh.cli.outcomes import show_session
 from kvmesh.cli.returns import agent_lines, check_lines, render
 from kvmesh.returns.rates import BINS, pack_rates
+from kvmesh.terminal.tables import FittedTable
 
 QUICK = pack_rates([2**-7] * BINS)  # exact on the wire
 NEVER = pack_rates([0.0] * BINS)
@@ -20,7 +20,7 @@ def learned(rates: bytes, *labels: str) -> ReturnClass:
     )
 
 
-def lines(table: Table) -> list[str]:
+def lines(table: FittedTable) -> list[str]:
     out = io.StringIO()
     Console(file=out, width=240, highlight=False).print(table)
     return [" ".join(line.split()) for line in out.getvalue().splitlines()]

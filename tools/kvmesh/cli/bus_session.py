@@ -13,7 +13,7 @@ from kvmesh.bus.errors import (
     NotPermitted,
     cause,
 )
-from kvmesh.cli.local import with_local_mesh
+from kvmesh.cli.local import find_mesh, running_meshes
 from kvmesh.runtime import logs
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings import Settings, redacted
@@ -32,14 +32,18 @@ def run_on_bus(
     An error is passed to `failed`, which returns the status, or printed: then the status is 1.
     """
     logs.configure(settings.log, name)
-    settings = with_local_mesh(settings)
+    settings, found = find_mesh(settings)
+    if found:
+        print(f"kvmesh {name}: {found}", file=sys.stderr)
     try:
         return asyncio.run(_run(name, settings, main))
     except NotFound:
         url = redacted(bus_options(settings.nats).url)
-        reason = f"no mesh named {settings.nats.namespace} at {url}"
+        reason = f"no mesh named {settings.nats.namespace} at {url}{_others(url)}"
     except BusUnavailable as error:
-        reason = str(error) if error.denied else f"{error} ({URL_SETTING})"
+        url = redacted(bus_options(settings.nats).url)
+        hint = f" ({URL_SETTING}, or the state directory of `kvmesh up` with --state-dir)"
+        reason = f"{error}{'' if error.denied else hint}{_others(url)}"
     except NotPermitted as error:
         hint = ": run it as a user with this permission, such as operator"
         reason = cause(error) + (hint if error.publishes else "")
@@ -49,6 +53,12 @@ def run_on_bus(
         return failed(reason)
     print(f"kvmesh {name}: {reason}", file=sys.stderr)
     return 1
+
+
+def _others(url: str) -> str:
+    """Names the meshes that this user runs elsewhere; empty if there are none."""
+    others = [f"--state-dir {path}" for path, mesh in running_meshes() if mesh.url != url]
+    return f"; `kvmesh up` runs with {' and with '.join(others[:3])}" if others else ""
 
 
 async def _run(name: str, settings: Settings, main: Callable[[Bus], Awaitable[int]]) -> int:

@@ -5,7 +5,6 @@ from datetime import datetime
 
 import msgspec
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from kvmesh.bus.client import Bus
@@ -25,6 +24,7 @@ from kvmesh.observer.decision_text import (
 from kvmesh.observer.origins import Origins, last_shared
 from kvmesh.observer.prefetch_uses import PrefetchUse, PrefetchUses, base_id, prompt_rank
 from kvmesh.observer.route_stream import each_message
+from kvmesh.terminal.tables import FittedTable, columns
 
 PREFETCH_ID = b"pf_"
 MAX_NAMED = 20  # requests of one id of the client
@@ -88,7 +88,7 @@ def show(
     for event in events:
         if isinstance(event, Decision):
             decisions[event.request] = event
-            console.print(render_decision(event))
+            console.print(render_decision(event), crop=False)
         else:
             decision = decisions.get(event.request)
             console.print(render_outcome(event, decision, origins or Origins((), ())))
@@ -117,19 +117,15 @@ def render_outcome(outcome: Outcome, decision: Decision | None, origins: Origins
     return Group(literal_lines([first, *(f"  {line}" for line in lines)]), Text())
 
 
-def _table(decision: Decision) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    table.add_column("", no_wrap=True)
-    for heading in ("worker", "rank"):
-        table.add_column(heading, no_wrap=True)
+def _table(decision: Decision) -> FittedTable:
     tiers = overlap_tiers(decision)
-    for heading in (*tiers, "prefilling", "decoding", "requests", "cost"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    figures = (*tiers, "prefilling", "decoding", "requests", "cost")
+    hide = ("requests", "decoding", "prefilling", *reversed(tiers))
+    table = FittedTable(columns("worker", "rank", *figures, numbers=figures, hide=hide))
     shown = compared(decision)
     for candidate in shown:
         table.add_row(
-            "▸" if is_same(candidate, decision.chosen) else "",
-            candidate.worker,
+            f"{'▸' if is_same(candidate, decision.chosen) else ' '} {candidate.worker}",
             str(candidate.rank),
             *(str(candidate.overlap[tier]) for tier in tiers.values()),
             f"{candidate.prefill:.1f}",
@@ -139,7 +135,7 @@ def _table(decision: Decision) -> Table:
         )
     more = decision.eligible - len(shown)
     if more > 0:
-        table.add_row("", f"and {more} more")
+        table.add_row(f"  and {more} more")
     return table
 
 

@@ -9,6 +9,7 @@ from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
+from kvmesh.cli.references.foreign_flags import foreign_flag
 from kvmesh.settings import CONFIG, Flag, Option, OptionKey, options
 
 ALIASES = {
@@ -19,6 +20,8 @@ ALIASES = {
     ("router", "policy"): "--policy",
 }
 ALL = "all"
+STATE_DIR = ("up", "state_dir")
+MESH_FLAG = "--state-dir"
 METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: "BOOL"}
 
 
@@ -70,7 +73,7 @@ class FlagParser(argparse.ArgumentParser):
         unknown = re.match(r"unrecognized arguments: (-[^\s=]+)", message)
         if unknown:
             known = [name for action in self._actions for name in action.option_strings]
-            message = f"unknown flag {unknown[1]}{did_you_mean(unknown[1], known)}"
+            message = f"unknown flag {unknown[1]}{hint(unknown[1], known)}"
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
@@ -134,12 +137,20 @@ def add_flags(
 ) -> None:
     """Add --config and a flag per option: `--key` for section `own`, `--section-key` for others.
 
-    Options in `excluded` get no flag. The short help leaves out the sections other than `own`.
+    Options in `excluded` get no flag. The short help leaves out the sections other than `own`. What
+    connects to NATS may name the mesh of a `kvmesh up` by its state directory.
     """
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help=f"settings as a TOML file [{CONFIG}]"
     )
     groups = {name: parser.add_argument_group(name) for name in (own, *sections) if name}
+    if "nats" in groups and "up" not in groups and ("nats", "url") not in excluded:
+        state = next(o for o in options() if (o.section, o.key) == STATE_DIR)
+        help_text = f"state directory of the `kvmesh up` that runs NATS [{state.env}]"
+        parser.add_argument(
+            MESH_FLAG, metavar="PATH", help=help_text, action=_Record,
+            dest=".".join(STATE_DIR), default=argparse.SUPPRESS,
+        )  # fmt: skip
     folded: dict[str, list[argparse.Action]] = {name: [] for name in groups if name != own}
     for option in options():
         if option.section in groups and (option.section, option.key) not in excluded:
@@ -205,6 +216,12 @@ def text(value: object) -> str:
 def one_line(value: object) -> str:
     """A setting's value with line breaks escaped."""
     return text(value).replace("\n", "\\n")
+
+
+def hint(flag: str, known: Iterable[str]) -> str:
+    """A suffix for errors about an unknown flag, also those of Dynamo, vLLM and SGLang."""
+    names = list(known)
+    return foreign_flag(flag, names) or did_you_mean(flag, names)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
-from rich.table import Table
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory, routable
@@ -21,6 +20,7 @@ from kvmesh.bus.messages import (
 from kvmesh.cli.units import literal
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
+from kvmesh.terminal.tables import FittedTable, columns
 
 TIMEOUT_S = 1.0
 MOST_ASKED = 16  # of one role; routers learn the same, so one of them is shown
@@ -105,15 +105,18 @@ def _by_name(found: Iterable[Learned]) -> dict[str, list[LearnerReport]]:
     return names
 
 
-def render(found: Iterable[Learned]) -> Table:
+def render(found: Iterable[Learned]) -> FittedTable:
     """A row for each learner of each model."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("model", "learner", "about"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("learned from", "held out", "learner", "fallback", "gain"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("now", no_wrap=True)
-    table.add_column("measure; reason", overflow="fold")
+    figures = ("learned from", "held out", "its error", "fallback", "gain")
+    reason = "measure; reason"
+    table = FittedTable(
+        columns(
+            *("model", "learner", "about", *figures, "now", reason),
+            numbers=figures,
+            hide=("held out", "its error", "fallback", reason, "learned from", "about"),
+            wraps=(reason,),
+        )
+    )
     for process, report in found:
         about = f"{report.about} ({process})" if report.about else ""
         seen = bool(report.held_out)

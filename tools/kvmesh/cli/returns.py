@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from math import inf
 
 import msgspec
-from rich.table import Table
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory, routable
@@ -27,6 +26,7 @@ from kvmesh.observer.returns import median_s
 from kvmesh.returns.rates import BINS, share_returned, unpack_rates
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
+from kvmesh.terminal.tables import FittedTable, columns
 
 TIMEOUT_S = 2.0
 ROUTERS = 3
@@ -103,13 +103,11 @@ def agent_lines(agents: Iterable[ActiveAgentsReport]) -> Iterator[str]:
             )
 
 
-def render(classes: Iterable[ReturnClass]) -> Table:
+def render(classes: Iterable[ReturnClass]) -> FittedTable:
     """A row for each class, coarse ones first."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("model", no_wrap=True)
-    table.add_column("waits for", no_wrap=True)
-    for heading in ("prompts", "returned", "expected", *WITHIN, "half after"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    figures = ("prompts", "returned", "expected", *WITHIN, "half after")
+    hide = ("expected", "1 h", "10 s", "10 min", "returned", "1 min", "prompts", "half after")
+    table = FittedTable(columns("model", "waits for", *figures, numbers=figures, hide=hide))
     for each in sorted(classes, key=lambda each: (each.model, each.waits)):
         if len(each.rates) != BINS:
             continue  # of another version

@@ -72,12 +72,16 @@ class RowColumn:
 
 @dataclass(frozen=True)
 class RowView:
-    """A view: its columns, the one that it is sorted by at first, and that in reverse."""
+    """A view: its columns, the one that it is sorted by at first, and that in reverse.
+
+    A narrow screen leaves out the columns in `hide`, in this order, until the others fit.
+    """
 
     name: str
     columns: tuple[RowColumn, ...]
     sort: str
     reverse: bool
+    hide: tuple[str, ...] = ()
 
     def column(self, name: str) -> RowColumn | None:
         return next((column for column in self.columns if column.name == name), None)
@@ -114,6 +118,10 @@ FLEET = RowView(
     ),
     "instance",
     False,
+    (
+        *("outlier_s", "kv_cached", "prompt_tokens_per_s", "reused", "speed", "kv_used"),
+        *("output_tokens_per_s", "model", "waiting", "running"),
+    ),
 )
 SESSIONS = RowView(
     "sessions",
@@ -133,6 +141,10 @@ SESSIONS = RowView(
     ),
     "last_seen",
     True,
+    (
+        *("moving", "possible", "requests", "ttft_s", "waits_for", "tenant", "lost_for"),
+        *("prompt_tokens", "lost_tokens", "last_seen", "reused"),
+    ),
 )
 TENANTS = RowView(
     "tenants",
@@ -150,6 +162,10 @@ TENANTS = RowView(
     ),
     "requests_per_min",
     True,
+    (
+        *("possible", "output_tokens", "queue_s", "requests", "prompt_tokens", "ttft_s"),
+        *("reused", "errors", "requests_per_min"),
+    ),
 )
 CACHES = RowView(
     "caches",
@@ -169,5 +185,10 @@ CACHES = RowView(
     ),
     "unexpected_tokens",
     True,
+    (
+        *("remote_difference", "disk_difference", "host_difference", "engine_difference"),
+        *("prompts", "dropped_blocks", "kept_blocks", "expected_tokens", "served_tokens"),
+        *("missing_tokens", "unexpected_tokens"),
+    ),
 )
 VIEWS = {view.name: view for view in (FLEET, SESSIONS, TENANTS, CACHES)}

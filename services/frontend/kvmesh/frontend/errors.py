@@ -11,7 +11,7 @@ Kind = Literal[
     "method_not_allowed",
     "upgrade_refused",
     "too_large",
-    "unsupported_coding",
+    "unsupported_media",
     "rate_limit",
     "overloaded",
     "unavailable",
@@ -27,7 +27,7 @@ STATUS: dict[Kind, int] = {
     "method_not_allowed": 405,
     "upgrade_refused": 426,
     "too_large": 413,
-    "unsupported_coding": 415,
+    "unsupported_media": 415,
     "rate_limit": 429,
     "overloaded": 529,
     "unavailable": 503,
@@ -77,7 +77,7 @@ class UnsupportedCoding(ApiError):
     def __init__(self, coding: str, accepted: Sequence[str]) -> None:
         names = ", ".join(accepted)
         super().__init__(
-            "unsupported_coding",
+            "unsupported_media",
             f"Content coding `{coding}` is not supported; send one of {names}, or a plain body.",
             headers={"Accept-Encoding": names},
         )

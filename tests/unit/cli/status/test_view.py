@@ -132,7 +132,7 @@ def test_starts_stand_with_their_phases(capsys: pytest.CaptureFixture[str]) -> N
     ]
     show_tables(report, all_starts=True)
     lines = capsys.readouterr().out.partition("start, in seconds")[2].splitlines()
-    assert lines[0].rstrip().endswith("   weights from")
+    assert lines[0].rstrip().endswith("  weights from")
     assert "of a later version" in lines[0]
     assert [line.split() for line in lines[1:3]] == [
         ["v-1", "1.5…", "10.0"],

@@ -59,7 +59,7 @@ class Run:
 
     def shown(self) -> list[str]:
         table = render(self.mesh.processes, None, asyncio.get_running_loop().time())
-        return [str(cell) for cell in table.columns[0].cells]
+        return [row[0].plain for row in table.rows]
 
     async def stop(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)

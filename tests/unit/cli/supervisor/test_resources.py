@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvmesh.cli.local import with_local_mesh
+from kvmesh.cli.local import find_mesh, with_local_mesh
 from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.cli.supervisor.resources import claim
 from kvmesh.settings import Flag, Settings, load
@@ -103,6 +103,34 @@ def test_the_embedded_server_has_a_token_that_other_commands_find(tmp_path: Path
     assert with_local_mesh(settings(folder)) == settings(folder)
     with ExitStack() as held:
         assert claim(settings(folder), held).nats.token == token
+
+
+def test_the_latest_mesh_of_this_user_is_found_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("kvmesh.runtime.service.DEFAULT_URL", "nats://127.0.0.1:1")
+    monkeypatch.chdir(tmp_path)
+    elsewhere = load(None, {}, {})
+    assert find_mesh(elsewhere) == (elsewhere, "")
+    with ExitStack() as held:
+        folders = [tmp_path / "one", tmp_path / "two"]
+        for folder in folders:
+            claimed = claim(settings(folder, nats__namespace="blue"), held)
+            port = int(claimed.nats.url.rpartition(":")[2])
+            held.enter_context(socket.create_server(("127.0.0.1", port)))
+        found, text = find_mesh(elsewhere)
+        assert (found.nats.url, found.nats.token) == (claimed.nats.url, claimed.nats.token)
+        assert found.nats.namespace == "blue"
+        assert str(folders[1]) in text
+        assert "1 more run" in text
+        for named in ({"nats__url": "nats://h:1"}, {"nats__user": "me"}):
+            assert find_mesh(settings(tmp_path / "none", **named))[1] == ""
+        assert find_mesh(settings(tmp_path / "none"))[1] == "", "a state directory was named"
+        (tmp_path / "kvmesh").chmod(0o777)
+        assert find_mesh(elsewhere) == (elsewhere, ""), "others could have written the records"
+        (tmp_path / "kvmesh").chmod(0o700)
+    assert find_mesh(elsewhere) == (elsewhere, ""), "none runs any more"
 
 
 def test_a_planner_reserves_the_metrics_ports_of_all_its_workers(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def sessions(*names: str) -> list[Activity]:
 
 def shown(controls: TopControls, rows: list[Activity], status: TopStatus = STATUS) -> str:
     out = io.StringIO()
-    Console(width=160, height=8, file=out).print(frame(controls, rows, status, 8))
+    Console(width=160, height=9, file=out).print(frame(controls, rows, status, 8 + 1, 160))
     return out.getvalue()
 
 

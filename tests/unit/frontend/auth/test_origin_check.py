@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvmesh.frontend.auth.origin_check import cross_origin_fault
+from kvmesh.frontend.auth.origin_check import cross_origin_fault, form_fault
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from kvmesh.frontend.auth.origin_check import cross_origin_fault
     ],
 )
 def test_local_programs_are_admitted(headers: dict[str, str]) -> None:
-    assert cross_origin_fault("POST", headers) is None
+    assert cross_origin_fault("POST", headers) is form_fault("POST", headers) is None
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,15 @@ def test_local_programs_are_admitted(headers: dict[str, str]) -> None:
         {"host": "localhost", "origin": "null"},
         {"host": "localhost", "sec-fetch-site": "cross-site"},
         {"host": "localhost", "x-forwarded-for": "203.0.113.9"},
-        {"host": "localhost", "content-type": "text/plain"},
-        {"host": "localhost", "content-type": "application/x-www-form-urlencoded"},
     ],
 )
 def test_web_pages_of_other_origins_are_refused(headers: dict[str, str]) -> None:
     assert cross_origin_fault("POST", headers) is not None
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded"])
+def test_forms_are_refused_by_their_content_type(kind: str) -> None:
+    headers = {"host": "localhost", "content-type": kind}
+    assert cross_origin_fault("POST", headers) is None
+    assert "application/json" in (form_fault("POST", headers) or "")
+    assert form_fault("GET", headers) is None

@@ -49,21 +49,23 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 def _show(findings: "list[Finding]", as_json: bool) -> int:
     """Print the findings; the exit status."""
     import msgspec
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    from rich.text import Text
+
+    from kvmesh.cli.units import literal
+    from kvmesh.terminal.console import stdout_console
+    from kvmesh.terminal.tables import FittedTable, TextColumn
 
     if as_json:
         for finding in findings:
             print(msgspec.json.encode(finding).decode())
     else:
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table = FittedTable([TextColumn(""), TextColumn(""), TextColumn("", wraps=True)])
         for finding in findings:
-            cells = escape(finding.subject), escape(finding.text)
-            table.add_row(_COLOURS[finding.severity], *cells)
-        console = Console(highlight=False)
-        (console if console.is_terminal else Console(highlight=False, width=200)).print(table)
+            severity = Text(finding.severity, _COLOURS[finding.severity])
+            action = f"; to do: {finding.action}" if finding.action else ""
+            table.add_row(severity, literal(finding.subject), literal(finding.text + action))
+        table.show(stdout_console())
     return 1 if any(finding.severity == "fault" for finding in findings) else 0
 
 
-_COLOURS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "fault": "[red]fault[/red]"}
+_COLOURS = {"ok": "green", "note": "yellow", "fault": "red"}

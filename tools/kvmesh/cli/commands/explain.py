@@ -53,7 +53,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     import msgspec
-    from rich.console import Console
 
     from kvmesh.bus.client import Bus
     from kvmesh.cli.bus_session import run_on_bus
@@ -64,6 +63,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     from kvmesh.observer.origins import origins_of
     from kvmesh.observer.prefetch_uses import PrefetchUses
     from kvmesh.observer.route_stream import each_message
+    from kvmesh.terminal.console import stdout_console
 
     if arguments.session is not None:
         return show_session(arguments, settings)
@@ -83,12 +83,10 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
             for event in events:
                 print(msgspec.json.encode(plain(event)).decode())
         else:
-            console = Console(highlight=False)
-            wide = console if console.is_terminal else Console(highlight=False, width=160)
             origins = origins_of(events)
             if origins:
                 await each_message(bus, None, origins.add)
-            show(events, wide, uses, origins)
+            show(events, stdout_console(), uses, origins)
         return 0
 
     return run_on_bus("explain", settings, main)

@@ -5,13 +5,12 @@ import math
 import sys
 from typing import get_args
 
-from rich.console import Console
-
 from kvmesh.cli.arguments import positive
 from kvmesh.settings import Settings
 from kvmesh.simulator.options import SimulationError
 from kvmesh.simulator.report.fanout import compare, fanout_table
 from kvmesh.simulator.weights.options import FanoutOptions, Fault
+from kvmesh.terminal.console import stdout_console
 
 DEFAULTS = FanoutOptions()
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -122,5 +121,5 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     except SimulationError as error:
         print(f"kvmesh fanout: {error}", file=sys.stderr)
         return 2
-    Console().print(fanout_table(results))
+    fanout_table(results).show(stdout_console())
     return 0

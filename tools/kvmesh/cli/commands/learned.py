@@ -5,8 +5,6 @@ import sys
 
 from kvmesh.settings import Settings
 
-WIDTH = 200
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kvmesh learned [options]"
@@ -20,11 +18,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     import msgspec
-    from rich.console import Console
 
     from kvmesh.bus.client import Bus
     from kvmesh.cli.bus_session import run_on_bus
     from kvmesh.cli.learned import learned, render
+    from kvmesh.terminal.console import stdout_console
 
     async def main(bus: Bus) -> int:
         found = await learned(bus, settings)
@@ -41,9 +39,8 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         if not shown:
             print("nothing has been learned yet")
             return 0
-        console = Console(highlight=False)
-        wide = console if console.is_terminal else Console(highlight=False, width=WIDTH)
-        wide.print(render(shown))
+        console = stdout_console()
+        render(shown).show(console)
         return 0
 
     return run_on_bus("learned", settings, main)

@@ -5,8 +5,6 @@ import sys
 
 from kvmesh.settings import Settings
 
-WIDTH = 200
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kvmesh returns [options]"
@@ -20,7 +18,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     import msgspec
-    from rich.console import Console
     from rich.text import Text
 
     from kvmesh.bus.client import Bus
@@ -28,6 +25,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     from kvmesh.cli.returns import agent_lines, check_lines, learned_returns, render
     from kvmesh.cli.units import literal_lines
     from kvmesh.returns.rates import BINS, unpack_rates
+    from kvmesh.terminal.console import stdout_console
 
     async def main(bus: Bus) -> int:
         report = await learned_returns(bus, settings)
@@ -46,13 +44,13 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
             content = {"classes": classes, "checks": checks, "agents": agents}
             print(msgspec.json.encode(content).decode())
             return 0
-        console = Console(highlight=False)
-        wide = console if console.is_terminal else Console(highlight=False, width=WIDTH)
+        console = stdout_console()
         if shown:
-            wide.print(render(shown), Text(), literal_lines(check_lines(checks)), sep="\n")
+            render(shown).show(console)
+            console.print(Text(), literal_lines(check_lines(checks)), sep="\n")
         else:
             print("no prompt has ended yet")
-        wide.print(literal_lines(agent_lines(agents)))
+        console.print(literal_lines(agent_lines(agents)))
         return 0
 
     return run_on_bus("returns", settings, main)

@@ -4,8 +4,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from kvmesh.cli.arguments import positive
 from kvmesh.cli.scenario import add_scenario, scenarios, simulate, write
 from kvmesh.cli.traces.options import SOURCES, add_trace_options, load_trace, title_of
@@ -16,6 +14,7 @@ from kvmesh.simulator.engines import BLOCK_SIZE, mock_core
 from kvmesh.simulator.options import SimulationError, WorkerOptions
 from kvmesh.simulator.report.tables import show
 from kvmesh.step_times.profile import StepProfileError
+from kvmesh.terminal.console import stdout_console
 from kvmesh.workload.analysis.memory import memory_line
 from kvmesh.workload.errors import WorkloadError
 
@@ -44,7 +43,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     if summary:
         print(f"{summary}\n{memory_line(workload, tokens_held(options[0].workers))}")
     status = write("simulate", arguments, title, runs)
-    show([result for _, result in runs], Console())
+    show([result for _, result in runs], stdout_console())
     return status
 
 

@@ -71,12 +71,11 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
 
 def _write(rounds: "list[CapturedRound]", arguments: argparse.Namespace) -> None:
-    from rich.console import Console
-
     from kvmesh.cli.session_trace.dynamo import trace_records
     from kvmesh.cli.session_trace.table import turn_table
     from kvmesh.cli.session_trace.timeline import perfetto_timeline
     from kvmesh.cli.session_trace.turns import session_turns
+    from kvmesh.terminal.console import stdout_console
     from kvmesh.workload.capture import assemble
     from kvmesh.workload.formats.mooncake_write import write
 
@@ -89,6 +88,4 @@ def _write(rounds: "list[CapturedRound]", arguments: argparse.Namespace) -> None
     if arguments.mooncake is not None:
         write(assemble(rounds), arguments.mooncake)
     if arguments.perfetto is arguments.jsonl is arguments.mooncake is None:
-        console = Console(highlight=False)
-        wide = console if console.is_terminal else Console(highlight=False, width=200)
-        wide.print(turn_table(turns))
+        turn_table(turns).show(stdout_console())

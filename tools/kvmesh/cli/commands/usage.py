@@ -49,12 +49,12 @@ def _dimensions(text: str) -> list[str]:
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     import msgspec
-    from rich.console import Console
 
     from kvmesh.bus.client import Bus
     from kvmesh.cli.bus_session import run_on_bus
     from kvmesh.cli.outcomes.usage import UsageTable, render
     from kvmesh.observer.route_stream import each_outcome
+    from kvmesh.terminal.console import stdout_console
 
     since = arguments.since or datetime.now(UTC) - timedelta(hours=1)
 
@@ -65,9 +65,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
             report = {"since": since.timestamp(), "rows": table.rows(), "total": table.total}
             print(msgspec.json.encode(report).decode())
         else:
-            console = Console(highlight=False)
-            wide = console if console.is_terminal else Console(highlight=False, width=200)
-            wide.print(render(table, arguments.limit))
+            render(table, arguments.limit).show(stdout_console())
         return 0
 
     return run_on_bus("usage", settings, main)

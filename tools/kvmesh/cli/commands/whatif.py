@@ -4,8 +4,6 @@ import argparse
 import sys
 from math import inf
 
-from rich.console import Console
-
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.messages import Instance, Role
@@ -22,6 +20,7 @@ from kvmesh.simulator.options import SimulationError
 from kvmesh.simulator.report.tables import show
 from kvmesh.simulator.whatif.runs import measured_run
 from kvmesh.step_times.profile import StepProfileError
+from kvmesh.terminal.console import stdout_console
 from kvmesh.workload.capture import CapturedRound, CaptureEnd, assemble, capture
 from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.replay.summary import Spread
@@ -94,7 +93,7 @@ def _compare(
         print(f"kvmesh whatif: {error}", file=sys.stderr)
         return 2
     status = write("whatif", arguments, counted(len(workload), "captured request"), runs)
-    console = Console()
+    console = stdout_console()
     console.print(measured(captured), markup=False, highlight=False, soft_wrap=True)
     show([result for _, result in runs], console)
     return status

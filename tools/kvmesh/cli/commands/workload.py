@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from kvmesh.bus.client import Bus
 from kvmesh.cli.arguments import moment, positive, result_file
@@ -14,6 +13,7 @@ from kvmesh.cli.flags import FlagParser, add_flags
 from kvmesh.cli.traces.options import SOURCES, add_trace_options, load_trace
 from kvmesh.runtime.quantities import counted
 from kvmesh.settings import Settings
+from kvmesh.terminal.console import stdout_console
 from kvmesh.workload.analysis.analysis import analyze
 from kvmesh.workload.analysis.tables import show
 from kvmesh.workload.errors import WorkloadError
@@ -116,7 +116,7 @@ def _analyze_options(parser: argparse.ArgumentParser) -> None:
 
 def _analyze(arguments: argparse.Namespace, _: Settings) -> int:
     analysis = analyze(_load(arguments), arguments.block_size)
-    show(analysis, Console())
+    show(analysis, stdout_console())
     if arguments.json is not None:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(analysis)) + b"\n")
     return 0
@@ -192,7 +192,7 @@ def _generate(arguments: argparse.Namespace, _: Settings) -> int:
         return 0
     workload = AgentGenerator(profile, arguments.seed).workload(arguments.sessions)
     if arguments.output is None:
-        show(analyze(workload), Console())
+        show(analyze(workload), stdout_console())
     _save(workload, arguments.output, arguments.block_size)
     return 0
 

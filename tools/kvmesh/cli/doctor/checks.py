@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from msgspec.structs import replace
 
-from kvmesh.cli.doctor import cache_checks, nats_checks
+from kvmesh.cli.doctor import cache_checks, nats_checks, operation_checks
 from kvmesh.cli.doctor.facts import Facts
 from kvmesh.cli.status import findings
 from kvmesh.cli.status.findings import Finding
@@ -50,11 +50,37 @@ CHECKS: dict[str, Check] = {
     "readers": _of_report(findings.readers),
     "index": _index,
     "caches": cache_checks.caches,
+    "promises": operation_checks.promises,
+    "disks": operation_checks.disks,
+    "access": operation_checks.open_server,
+}
+# What an operator does about a fault that names no remedy of its own.
+ACTIONS = {
+    "server": "set the server's limits as docs/nats.md says, and restart it",
+    "answers": "look at the log of nats-server; in a cluster, start the servers that are missing",
+    "version": "upgrade nats-server, one server after the other",
+    "streams": "restart a process of the mesh, which creates what is missing",
+    "peers": "start that server again, or remove it from the cluster",
+    "limits": "raise the limit in the server's or account's configuration, or remove connections",
+    "clocks": "run an NTP client, such as chrony, on that machine",
+    "processes": "start one, and read the log of those that are not ready",
+    "warnings": "docs/deployment.md#warnings explains each warning",
+    "readers": "give that process more CPU; if its lag does not shrink, restart it",
+    "index": "nothing, if it happens once; otherwise report it with the log of that indexer",
+    "caches": "docs/cache-misses.md explains what engines serve and what routers expect",
 }
 
 
 def diagnose(facts: Facts) -> list[Finding]:
     """The findings of all checks, each with its check's name."""
     return [
-        replace(finding, check=name) for name, check in CHECKS.items() for finding in check(facts)
+        _with_action(replace(finding, check=name))
+        for name, check in CHECKS.items()
+        for finding in check(facts)
     ]
+
+
+def _with_action(finding: Finding) -> Finding:
+    if finding.severity != "fault" or finding.action:
+        return finding
+    return replace(finding, action=ACTIONS.get(finding.check, ""))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from kvmesh.bus.connection.jetstream import StreamInfo
+from kvmesh.bus.messages import ScalingDecision
 from kvmesh.cli.status.index_checks import RankCheck
 from kvmesh.cli.status.report import MeshReport
 from kvmesh.cli.status.served import WorkerCache
@@ -44,6 +45,16 @@ class Clock(Struct, frozen=True):
     ahead_s: float
 
 
+class DiskSpace(Struct, frozen=True):
+    """Bytes of the disk below `path` of this machine; `effect` is what happens once it is full."""
+
+    owner: str
+    path: str
+    free: int
+    total: int
+    effect: str
+
+
 @dataclass
 class Facts:
     """Facts about a mesh and its NATS servers.
@@ -56,6 +67,8 @@ class Facts:
     are subjects on which a probe did not arrive, `astray` those of streams, by stream, on which
     one did not reach its stream; None if this user could not probe. `caches` are
     what workers served lately, without their events if this user may not ask (`events_refused`).
+    `plans` are the latest decision of planners about each model. `anonymous`: this connection has
+    no credentials.
     """
 
     namespace: str
@@ -82,3 +95,6 @@ class Facts:
     ranks: list[RankCheck] | None = None
     caches: list[WorkerCache] | None = None
     events_refused: bool = False
+    plans: list[ScalingDecision] = field(default_factory=list)
+    disks: list[DiskSpace] = field(default_factory=list)
+    anonymous: bool = False

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -41,7 +42,8 @@ from kvmesh.bus.packs import EMPTY, unpacked
 from kvmesh.bus.permissions import ALL_SERVERS, USER_INFO
 from kvmesh.bus.streams.configuration import mesh_streams, needed_streams
 from kvmesh.bus.streams.server_check import check_server
-from kvmesh.cli.doctor.facts import Clock, Facts, NatsServer, UsedLimit
+from kvmesh.cli.doctor.facts import Clock, DiskSpace, Facts, NatsServer, UsedLimit
+from kvmesh.cli.planning.history import read_decisions
 from kvmesh.cli.status.index_checks import check_ranks
 from kvmesh.cli.status.report import gather
 from kvmesh.cli.status.served import WorkerCache, events_of, read_served
@@ -52,6 +54,7 @@ ASK_S = 4.0
 REPORT_S = 8.0
 SERVED_S = 8.0
 SERVED_SINCE_S = 600.0
+CREDENTIALS = ("user", "password", "token", "credentials", "nkey_seed", "tls_cert")
 SERVERS_S = 0.5  # in which all servers of a cluster reply
 PROBE_S = 1.0
 PROBES = 5  # on each subject: a mapping may move a share of the messages
@@ -73,6 +76,7 @@ async def gather_facts(bus: Bus, settings: Settings) -> Facts:
         clustered=bus.is_clustered,
         max_payload=bus.max_payload,
         replicas=settings.nats.replicas,
+        anonymous=not any(getattr(bus.options, part) for part in CREDENTIALS),
     )
     gathering = _Gathering(bus, settings, facts)
     await asyncio.gather(
@@ -90,7 +94,24 @@ async def gather_facts(bus: Bus, settings: Settings) -> Facts:
     if facts.report is not None:
         await gathering.ranks()
         await gathering.ask("what engines serve", gathering.caches, SERVED_S)
+        await gathering.ask("plans", gathering.plans)
+    facts.disks = disks_here(settings)
     return facts
+
+
+def disks_here(settings: Settings) -> list[DiskSpace]:
+    """The disks of this machine that the settings name, those that exist."""
+    kvbm = settings.kvbm
+    places = [("nats", settings.up.state_dir, "NATS refuses messages once its disk is full")]
+    if kvbm.disk_path is not None:
+        effect = "the block manager stores no more blocks on disk, and drops those that it has"
+        places.append(("kvbm", kvbm.disk_path, effect))
+    found = []
+    for owner, path, effect in places:
+        with suppress(OSError):
+            space = shutil.disk_usage(path)
+            found.append(DiskSpace(owner, str(path.absolute()), space.free, space.total, effect))
+    return found
 
 
 class _Gathering:
@@ -317,6 +338,12 @@ class _Gathering:
             for card in cards
             if card.instance in served or card.instance in events
         ]
+
+    async def plans(self) -> None:
+        """The latest decision about each model, if a planner runs."""
+        report = self._facts.report
+        if report is not None and any(m.card.role is Role.PLANNER for m in report.instances):
+            self._facts.plans = await read_decisions(self._bus, None, None)
 
     async def clocks(self) -> None:
         """The times in the last messages of processes, beside when the server stored them."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ import msgspec
 from kvmesh.bus.client import Bus, RawMessage
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.errors import NotPermitted
+from kvmesh.bus.faults import REFUSED
 from kvmesh.bus.messages import Instance, encode
 from kvmesh.bus.packs import unpacked
 from kvmesh.bus.streams.reader import Start, StreamMessage
@@ -27,6 +29,8 @@ log = logging.getLogger(__name__)
 DEFAULT = (*STREAMED, "instances")
 COLOURS = {"kv": 32, "route": 35, "seq": 34, "instances": 33, "load": 90, "out": 36}
 REQUEST_COLOUR = 31
+REFUSED_S = 1.0  # in which a server refuses subscriptions
+QUIET_S = 10.0  # without a message, after which a terminal says so
 ONE_SUBJECT = ("sessions", "limits", "oracle", "traces")  # these kinds have no further tokens
 
 
@@ -52,13 +56,17 @@ class LineFormat:
         if self._json:
             whole = {"time": when, "subject": subject, "message": plain(message)}
             return msgspec.json.encode(whole).decode()
-        clock = f"{time.strftime('%H:%M:%S', time.localtime(when))}.{int(when % 1 * 1000):03}"
+        clock = f"{_clock(when)}.{int(when % 1 * 1000):03}"
         source = printable(f"{kind:<5} {' '.join(names)}")
         painted = self._paint(COLOURS.get(kind, REQUEST_COLOUR), source)
         return f"{self._paint(90, clock)} {painted}  {printable(summarise(message))}"
 
     def _paint(self, code: int, text: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self._colour else text
+
+
+def _clock(when: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(when))
 
 
 class BusTail:
@@ -76,6 +84,8 @@ class BusTail:
         self._replayer: MergedReader | None = None
         self._directory: Directory | None = None
         self._broken = False
+        self._began = time.time()
+        self._last = 0.0  # Unix time of the last line
 
     async def run(self) -> int:
         """Show messages; returns the exit status."""
@@ -102,16 +112,57 @@ class BusTail:
         subjects = [self._subject(p) for p in patterns if p != "instances"]
         with suppress(NotPermitted):
             await self._bus.js.stream_info(self._bus.subjects.kv_stream)
+        follows = self._filter.since is None or self._filter.follow
+        self._say(self._header(patterns, follows))
         if self._filter.since is not None:
             await self._replay(subjects, self._filter.since)
-        follows = self._filter.since is None or self._filter.follow
         for subject in subjects if follows else []:
             await self._follow(subject)
         if "instances" in patterns:
             self._directory = Directory(self._bus, self._limits, self._on_join, self._on_leave)
             await self._directory.open()
         if follows:
-            await self._done.wait()
+            await self._until_done(subjects)
+
+    def _header(self, patterns: Sequence[str], follows: bool) -> str:
+        """The subjects, the mesh, and since when."""
+        place = f"mesh {self._bus.options.namespace} on NATS at {self._bus.server}"
+        since = self._filter.since
+        then = (
+            f"since {_clock(self._began)}" if since is None else f"from {_clock(since.timestamp())}"
+        )
+        verb = "following" if follows else "replaying"
+        end = ", until Ctrl-C" if follows else " to now"
+        return f"{verb} {' '.join(patterns)} of {place} {then}{end}"
+
+    async def _until_done(self, subjects: Sequence[str]) -> None:
+        """Wait for the end; a terminal is told of each silence.
+
+        Raises NotPermitted once the server refuses all `subjects`; the bus warns of each.
+        """
+        told, wait_s = -1.0, REFUSED_S
+        while not self._done.is_set():
+            seen = self._last
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._done.wait(), wait_s)
+            self._check_refused(subjects)
+            if wait_s == REFUSED_S:
+                wait_s = QUIET_S
+                continue
+            silent = seen == self._last != told and not self._done.is_set()
+            if silent and sys.stderr.isatty():
+                lost = "" if self._bus.connected else "; NATS cannot be reached, retrying"
+                self._say(f"no message since {_clock(seen or self._began)}{lost}")
+                told = seen
+
+    def _check_refused(self, subjects: Sequence[str]) -> None:
+        refused = self._bus.faults.about(REFUSED)
+        wanted = [f"subscribe {subject}" for subject in subjects]
+        if wanted and self._directory is None and all(each in refused for each in wanted):
+            raise NotPermitted(subjects[0], "subscribe to")
+
+    def _say(self, text: str) -> None:
+        print(f"kvmesh tail: {text}", file=sys.stderr, flush=True)
 
     async def _close(self) -> None:
         if self._directory is not None:
@@ -181,6 +232,7 @@ class BusTail:
         if self._done.is_set():
             return
         try:
+            self._last = time.time()
             print(line, flush=True)
         except BrokenPipeError:
             self._broken = True

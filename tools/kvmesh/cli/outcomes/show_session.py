@@ -8,8 +8,6 @@ from math import inf
 
 import msgspec
 from msgspec.structs import replace
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from kvmesh.bus.client import Bus
@@ -39,8 +37,9 @@ from kvmesh.observer.route_stream import each_message
 from kvmesh.observer.session_turns import SessionTurns
 from kvmesh.returns.rates import BINS, share_returned, unpack_rates
 from kvmesh.settings import Settings
+from kvmesh.terminal.console import stdout_console
+from kvmesh.terminal.tables import FittedTable, columns
 
-WIDTH = 240
 _routes: MessageDecoder[RouteEvent] = MessageDecoder(RouteEvent)
 
 
@@ -69,10 +68,9 @@ def show_session(arguments: argparse.Namespace, settings: Settings) -> int:
                 print(msgspec.json.encode(shown).decode())
             return 0
         classes = await _learned(bus, settings)
-        console = Console(highlight=False)
-        wide = console if console.is_terminal else Console(highlight=False, width=WIDTH)
-        table = render(turns.turns, classes, turns.continued)
-        wide.print(table, Text(), literal_lines(turns.summary()), sep="\n")
+        console = stdout_console()
+        render(turns.turns, classes, turns.continued).show(console)
+        console.print(Text(), literal_lines(turns.summary()), sep="\n")
         return 0
 
     return run_on_bus("explain", settings, main)
@@ -91,27 +89,30 @@ def render(
     turns: Iterable[Outcome],
     classes: Sequence[ReturnClass] = (),
     continued: Mapping[str, Decision] | None = None,
-) -> Table:
+) -> FittedTable:
     """A row for each turn, the oldest first, with the pause after it and what was expected of it.
 
     `continued` are the decisions about the turns after each, as in `SessionTurns`. Of another turn,
     the shares of such pauses that end within WITHIN are those learned by now, in `classes`.
     """
     shown = list(turns)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     several = len({outcome.conversation for outcome in shown}) > 1
-    for heading in ("request", *(["conversation"] if several else []), "ended"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("prompt", "reused", "lost", "new"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("first token", justify="right", no_wrap=True)
-    for heading in ("worker", "lost for", "then waits for"):
-        table.add_column(heading)
-    table.add_column("returns after", justify="right", no_wrap=True)
-    for heading in WITHIN:
-        table.add_column(f"in {heading}", justify="right", no_wrap=True)
-    table.add_column("half in", justify="right", no_wrap=True)
-    table.add_column("worker was told")
+    counts = ("prompt", "reused", "lost", "new", "first token")
+    within = [f"in {bound}" for bound in WITHIN]
+    returns = ("returns after", *within, "half in")
+    told, waits = "worker was told", "then waits for"
+    table = FittedTable(
+        columns(
+            *("request", *(["conversation"] if several else []), "ended", *counts),
+            *("worker", "lost for", waits, *returns, told),
+            numbers=(*counts, *returns),
+            hide=(
+                *(told, *reversed(within), "half in", "new", "returns after", waits, "worker"),
+                *("ended", "first token", "conversation", "reused", "prompt"),
+            ),
+            wraps=("lost for", waits, told),
+        )
+    )
     for outcome, pause in zip(shown, pauses_after(shown), strict=True):
         account, ttft = outcome.cache, outcome.ttft_s
         following = (continued or {}).get(outcome.request)

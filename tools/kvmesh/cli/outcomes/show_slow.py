@@ -4,7 +4,6 @@ import argparse
 from datetime import UTC, datetime, timedelta
 
 import msgspec
-from rich.console import Console
 
 from kvmesh.bus.client import Bus
 from kvmesh.cli.bus_session import run_on_bus
@@ -12,8 +11,8 @@ from kvmesh.cli.outcomes.slow import SlowestRequests, render
 from kvmesh.observer.route_stream import each_outcome
 from kvmesh.runtime.quantities import counted
 from kvmesh.settings import Settings
+from kvmesh.terminal.console import stdout_console
 
-WIDTH = 240
 WINDOW = timedelta(minutes=10)
 
 
@@ -28,11 +27,10 @@ def show_slow(arguments: argparse.Namespace, settings: Settings) -> int:
             for request in requests.slowest():
                 print(msgspec.json.encode(request).decode())
             return 0
-        console = Console(highlight=False)
-        wide = console if console.is_terminal else Console(highlight=False, width=WIDTH)
-        wide.print(render(requests.slowest()))
+        console = stdout_console()
+        render(requests.slowest()).show(console)
         total = counted(requests.added, "request")
-        wide.print(f"[dim]of {total} since {since.astimezone():%H:%M:%S}[/dim]")
+        console.print(f"[dim]of {total} since {since.astimezone():%H:%M:%S}[/dim]")
         return 0
 
     return run_on_bus("explain", settings, main)

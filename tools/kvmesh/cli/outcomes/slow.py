@@ -5,11 +5,12 @@ from collections.abc import Callable
 from datetime import datetime
 from itertools import count
 
-from rich.table import Table
+from rich.text import Text
 
 from kvmesh.bus.messages import Outcome
 from kvmesh.cli.units import literal
 from kvmesh.observer.request_time import RequestTime, split_time
+from kvmesh.terminal.tables import FittedTable, columns
 
 ORDERS: dict[str, Callable[[Outcome], float]] = {
     "total": lambda outcome: outcome.total_s,
@@ -43,17 +44,28 @@ class SlowestRequests:
         return [split_time(outcome) for _, _, outcome in sorted(self._heap, reverse=True)]
 
 
-def render(requests: list[RequestTime]) -> Table:
+def render(requests: list[RequestTime]) -> FittedTable:
     """A row for each request; the parts of its time in order, the largest of them emphasised."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("request", "ended"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("total", "prepare", "queue", "index", "route", "engine queue"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("prefill", "decode", "prompt", "cached", "output"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("finish", "worker", "session"):
-        table.add_column(heading, no_wrap=True)
+    headings = ("prepare", "queue", "index", "route", "engine queue", "prefill", "decode")
+    figures = ("total", *headings, "prompt", "cached", "output")
+    least = (
+        "finish",
+        "ended",
+        "output",
+        "session",
+        "index",
+        "prepare",
+        "route",
+        "cached",
+        "worker",
+    )
+    table = FittedTable(
+        columns(
+            *("request", "ended", *figures, "finish", "worker", "session"),
+            numbers=figures,
+            hide=(*least, "prompt", "queue", "engine queue", "decode", "prefill"),
+        )
+    )
     for request in requests:
         parts = [
             request.prepare_s,
@@ -81,11 +93,10 @@ def render(requests: list[RequestTime]) -> Table:
     return table
 
 
-def _part(seconds: float | None, most: float) -> str:
+def _part(seconds: float | None, most: float) -> Text:
     if seconds is None:
-        return "–"
-    text = _duration(seconds)
-    return f"[bold]{text}[/bold]" if seconds == most else text
+        return Text("–")
+    return Text(_duration(seconds), "bold" if seconds == most else "")
 
 
 def _duration(seconds: float) -> str:

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 
 from msgspec import Struct
-from rich.table import Table
 
 from kvmesh.bus.messages import Outcome
 from kvmesh.cli.units import literal
 from kvmesh.frontend.namespaces import own_name
+from kvmesh.terminal.tables import FittedTable, columns
 
 MAX_GROUPS = 100_000
 OTHER = "(others)"
@@ -90,13 +90,11 @@ class UsageTable:
         return sorted(named, key=_ORDER, reverse=True)
 
 
-def render(table: UsageTable, limit: int) -> Table:
+def render(table: UsageTable, limit: int) -> FittedTable:
     """The first `limit` rows, the sum of the others, and the total."""
-    shown = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    for name in table.dimensions:
-        shown.add_column(name, no_wrap=True)
-    for heading in ("requests", "failed", "prompt", "cached", "", "output", "queue", "GPU time"):
-        shown.add_column(heading, justify="right", no_wrap=True)
+    figures = ("requests", "failed", "prompt", "cached", "share", "output", "queue", "GPU time")
+    hide = ("queue", "failed", "share", "cached", "output", "requests", "prompt", "GPU time")
+    shown = FittedTable(columns(*table.dimensions, *figures, numbers=figures, hide=hide))
     rows = table.rows()
     for row in rows[:limit]:
         shown.add_row(*map(literal, row.group.values()), *_figures(row.use))

@@ -6,7 +6,6 @@ import sys
 import msgspec
 from msgspec import Struct
 from rich.console import Console
-from rich.table import Table
 
 from kvmesh.bus.client import Bus
 from kvmesh.cli.arguments import moment, result_file, seconds
@@ -23,6 +22,8 @@ from kvmesh.planner.prediction.scoring import (
     score_returns,
 )
 from kvmesh.settings import Settings
+from kvmesh.terminal.console import stdout_console
+from kvmesh.terminal.tables import FittedTable, columns
 from kvmesh.workload.capture import CapturedRound, capture
 from kvmesh.workload.errors import WorkloadError
 
@@ -136,7 +137,7 @@ def _report(arguments: argparse.Namespace, source: str, timeline: Timeline) -> i
         return _failed(error)
     if arguments.json is not None:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-    show(report, Console())
+    show(report, stdout_console())
     return 0
 
 
@@ -156,25 +157,25 @@ def show(report: BacktestReport, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    console.print(_table(arrivals))
+    _table(arrivals).show(console)
     for each in arrivals.predictors:
         if each.error:
             console.print(each.error, markup=False, highlight=False, soft_wrap=True)
     console.print(_returns(report.returns), highlight=False, soft_wrap=True)
 
 
-def _table(arrivals: Backtest) -> Table:
-    table = Table(title="requests per interval", title_justify="left")
-    table.add_column("predictor")
-    for name in ("ahead", "MAE", "MAPE", "pinball 0.5", "pinball 0.9", "below 0.9"):
-        table.add_column(name, justify="right")
+def _table(arrivals: Backtest) -> FittedTable:
+    figures = ("ahead", "MAE", "MAPE", "pinball 0.5", "pinball 0.9", "below 0.9")
+    hide = ("MAPE", "pinball 0.5", "below 0.9")
+    wanted = columns("predictor", *figures, numbers=figures, hide=hide)
+    table = FittedTable(wanted, title="requests per interval")
     for each in arrivals.predictors:
         if each.horizons:
             _add_rows(table, each, arrivals)
     return table
 
 
-def _add_rows(table: Table, score: PredictorScore, arrivals: Backtest) -> None:
+def _add_rows(table: FittedTable, score: PredictorScore, arrivals: Backtest) -> None:
     name = f"{score.name} ({score.chosen})" if score.chosen else score.name
     if score.name == arrivals.best:
         name += " *"
@@ -187,7 +188,6 @@ def _add_rows(table: Table, score: PredictorScore, arrivals: Backtest) -> None:
             f"{each.pinball50:.3g}",
             f"{each.pinball90:.3g}",
             f"{each.coverage90:.1%}",
-            end_section=index == len(score.horizons) - 1,
         )
 
 

@@ -4,13 +4,13 @@ import argparse
 import sys
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from kvmesh.settings import Settings
 from kvmesh.step_times.profile import StepProfileError
 from kvmesh.step_times.registry import load_roofline, load_step_profile, shipped_profiles
 from kvmesh.step_times.roofline import Roofline
+from kvmesh.terminal.console import stdout_console
+from kvmesh.terminal.tables import FittedTable, columns
 
 HELP = "list the shipped step profiles of GPUs and models"
 BATCH, CONTEXT = 32, 4096
@@ -38,10 +38,8 @@ def run(arguments: argparse.Namespace, _settings: Settings) -> int:
 
 
 def _list() -> None:
-    table = Table()
-    table.add_column("profile", no_wrap=True)
-    for name in ("prefill tok/s", f"decode ms, 1×{CONTEXT}", f"{BATCH}×{CONTEXT}", "KV tokens"):
-        table.add_column(name, justify="right")
+    figures = ("prefill tok/s", f"decode ms, 1×{CONTEXT}", f"{BATCH}×{CONTEXT}", "KV tokens")
+    table = FittedTable(columns("profile", *figures, numbers=figures), split=True)
     for name, file in shipped_profiles().items():
         profile = load_step_profile(file)
         limits = profile.limits
@@ -53,8 +51,8 @@ def _list() -> None:
             f"{1000 * profile.decode_seconds(BATCH, BATCH * CONTEXT):.1f}",
             f"{limits.kv_tokens:,}",
         )  # fmt: skip
-    console = Console()
-    console.print(table)
+    console = stdout_console()
+    table.show(console)
     console.print(
         "rooflines of published figures, not measurements; `kvmesh plan profiles NAME` has their"
         " sources",
@@ -63,7 +61,7 @@ def _list() -> None:
 
 
 def _show(roofline: Roofline) -> None:
-    console = Console()
+    console = stdout_console()
 
     def line(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import PoolPlan, ScalingDecision
@@ -20,6 +19,8 @@ from kvmesh.cli.planning.page import plan_page
 from kvmesh.observer.hindsight import Hindsight, hindsight
 from kvmesh.observer.plans import by_model
 from kvmesh.settings import Settings
+from kvmesh.terminal.console import stdout_console
+from kvmesh.terminal.tables import FittedTable, columns
 
 MOST_CANDIDATES = 6
 WORTH_PARKING_S = 10.0
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     for file, data in makers:
         if file is not None and not _write(file, data):
             return 2
-    console = Console()
+    console = stdout_console()
     if arguments.since is None:
         for decision in decisions:
             _show_present(decision, console)
@@ -89,26 +90,17 @@ def _show_present(decision: ScalingDecision, console: Console) -> None:
         f" {decision.connector})",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
-    pools = Table()
-    for name in (
-        "pool",
-        "ready",
-        "starting",
-        "wanted",
-        "waiting",
-        "start-up s",
-        "never ready",
-        "step times",
-        "samples",
-    ):
-        pools.add_column(name, justify="left" if name == "pool" else "right")
+    counts = ("ready", "starting", "wanted", "waiting", "start-up s", "never ready")
+    measured = ("step times", "samples")
+    hide = ("samples", "never ready", "start-up s", "step times", "waiting")
+    pools = FittedTable(columns("pool", *counts, *measured, numbers=counts, hide=hide))
     for name, pool in decision.pools.items():
         pools.add_row(
             name, str(pool.ready), str(pool.starting), str(pool.wanted),
             _waiting(pool), f"{pool.startup_s:.0f}", str(pool.failed), _step_times(pool),
             str(pool.samples),
         )  # fmt: skip
-    console.print(pools)
+    pools.show(console)
     for name, pool in decision.pools.items():
         if advice := _parking_advice(name, pool):
             console.print(advice, markup=False, highlight=False, soft_wrap=True)
@@ -132,7 +124,7 @@ def _show_present(decision: ScalingDecision, console: Console) -> None:
             markup=False, highlight=False,
         )  # fmt: skip
     if decision.candidates:
-        console.print(_candidates(decision))
+        _candidates(decision).show(console)
 
 
 def _waiting(pool: PoolPlan) -> str:
@@ -158,11 +150,14 @@ def _step_times(pool: PoolPlan) -> str:
     return pool.step_times + factor
 
 
-def _candidates(decision: ScalingDecision) -> Table:
-    table = Table(title="fleets considered, with what they would keep", title_justify="left")
+def _candidates(decision: ScalingDecision) -> FittedTable:
     names = list(decision.candidates[0].shares)
-    for name in ("workers", "cost/h", "busy", *names, "evaluated by"):
-        table.add_column(name, justify="left" if name in ("workers", "evaluated by") else "right")
+    figures = ("cost/h", "busy", *names)
+    table = FittedTable(
+        columns("workers", *figures, "evaluated by", numbers=figures, hide=("evaluated by",)),
+        title="fleets considered, with what they would keep",
+        split=True,
+    )
     for each in decision.candidates[:MOST_CANDIDATES]:
         table.add_row(
             ", ".join(f"{pool} {n}" for pool, n in each.workers.items()),

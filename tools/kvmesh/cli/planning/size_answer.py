@@ -4,13 +4,12 @@ import sys
 from collections.abc import Sequence
 from math import inf
 
-from rich.console import Console
-from rich.table import Table
-
 from kvmesh.cli.planning.size_runs import Chosen, SeedRun, fleet_text, kept_text
 from kvmesh.planner.core.promises import Promise
 from kvmesh.simulator.options import SimulationOptions
 from kvmesh.simulator.sizing.fleets import SizedFleet, simulate_fleet
+from kvmesh.terminal.console import stdout_console
+from kvmesh.terminal.tables import FittedTable, columns
 
 HOURS = 730  # of a month
 
@@ -21,20 +20,20 @@ class SizeAnswer:
     def __init__(self, promises: Sequence[Promise], options: SimulationOptions) -> None:
         self._promises = promises
         self._options = options
-        self._console = Console()
+        self._console = stdout_console()
 
     def show(self, runs: Sequence[SeedRun]) -> int:
         """Print the answer; returns 0, or 1 if no fleet keeps the promises in every run."""
-        table = Table()
-        for name in ("seed", "requests", "fleet", "cost/h", *map(str, self._promises)):
-            table.add_column(name, justify="left" if name == "fleet" else "right")
+        figures = ("seed", "requests", "cost/h", *map(str, self._promises))
+        headings = ("seed", "requests", "fleet", *figures[2:])
+        table = FittedTable(columns(*headings, numbers=figures), split=True)
         for seed, each in enumerate(runs):
             if each.fleet is not None:
                 table.add_row(
                     str(seed), f"{len(each.workload):,}", fleet_text(each.fleet, each.kinds),
                     f"{each.fleet.cost:g}", *(f"{share:.1%}" for share in each.fleet.shares),
                 )  # fmt: skip
-        self._console.print(table)
+        table.show(self._console)
         if any(each.fleet is None for each in runs):
             return self._none(runs)
         largest = max(runs, key=lambda each: each.fleet.cost if each.fleet else inf)

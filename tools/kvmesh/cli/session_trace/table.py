@@ -2,23 +2,24 @@
 
 from collections.abc import Iterable
 
-from rich.table import Table
-
 from kvmesh.cli.session_trace.turns import SessionTurn
 from kvmesh.cli.units import literal
+from kvmesh.terminal.tables import FittedTable, columns
 
 TURN_COLUMNS = ("queue", "first token", "total", "prompt", "cached", "output")
 
 
-def turn_table(turns: Iterable[SessionTurn]) -> Table:
+def turn_table(turns: Iterable[SessionTurn]) -> FittedTable:
     """One row per turn, by arrival; times from the start of the first one."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("session")
-    table.add_column("turn", justify="right")
-    for heading in ("at", "waited for", *TURN_COLUMNS):
-        table.add_column(heading, justify="right")
-    for heading in ("worker", "finish", "request"):
-        table.add_column(heading)
+    figures = ("turn", "at", "waited for", *TURN_COLUMNS)
+    hide = ("finish", "output", "queue", "prompt", "worker", "waited for", "at", "total", "cached")
+    table = FittedTable(
+        columns(
+            *("session", *figures, "worker", "finish", "request"),
+            numbers=figures,
+            hide=(*hide, "first token"),
+        )
+    )
     origin: float | None = None
     for turn in turns:
         origin = turn.start if origin is None else origin

@@ -16,12 +16,16 @@ Severity = Literal["ok", "note", "fault"]
 
 
 class Finding(Struct, frozen=True):
-    """One line: its subject and the result. A `note` needs no action. `check` names the check."""
+    """One line: its subject and the result. A `note` needs no action. `check` names the check.
+
+    `action` is what an operator does about it, empty if the text says it or nothing is to be done.
+    """
 
     severity: Severity
     subject: str
     text: str
     check: str = ""
+    action: str = ""
 
 
 def warnings(report: MeshReport) -> Iterator[Finding]:
@@ -34,9 +38,16 @@ def warnings(report: MeshReport) -> Iterator[Finding]:
 
 def versions(report: MeshReport) -> Iterator[Finding]:
     """Processes of several versions."""
-    found = sorted({member.card.version for member in report.instances})
-    if len(found) > 1:
-        yield Finding("note", "versions", f"processes of several versions: {', '.join(found)}")
+    by_version: dict[str, list[str]] = {}
+    for member in report.instances:
+        by_version.setdefault(member.card.version, []).append(member.card.name)
+    if len(by_version) == 1:
+        yield Finding("ok", "versions", f"all processes run {next(iter(by_version))}")
+    if len(by_version) > 1:
+        texts = (f"{found} ({_some(names)})" for found, names in sorted(by_version.items()))
+        action = "finish the upgrade: restart the processes of the older version one by one"
+        text = f"processes of several versions: {', '.join(texts)}"
+        yield Finding("note", "versions", text, action=action)
 
 
 def readers(report: MeshReport) -> Iterator[Finding]:
@@ -49,6 +60,15 @@ def readers(report: MeshReport) -> Iterator[Finding]:
     ]
     for owner, stream, lag in slow:
         yield Finding("fault", owner, f"{lag:,} messages of {stream} behind")
+
+    if report.streams and not slow:
+        count = sum(len(stream.readers) for stream in report.streams)
+        yield Finding("ok", "readers", f"{count} readers of streams keep up")
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(sorted(names)[:most]) + more
 
 
 def of_checks(checks: Iterable[RankCheck]) -> Iterator[Finding]:

@@ -1,12 +1,12 @@
 """Prints the report of `kvmesh status` as JSON or tables, and the limits of streams."""
 
 import time
+from collections.abc import Iterable
 from itertools import combinations
 
 import msgspec
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from kvmesh.bus.connection.jetstream import StreamInfo
 from kvmesh.bus.discovery.leases import REFUSED_STATE, STATE
@@ -27,10 +27,12 @@ from kvmesh.cli.status.report import (
     StreamReport,
 )
 from kvmesh.cli.status.starts import phase_columns, start_rows
+from kvmesh.cli.units import literal
 from kvmesh.observer.columns import PARTS, sources_text
+from kvmesh.runtime.logs import printable
 from kvmesh.runtime.quantities import duration, size
-
-PIPE_WIDTH = 160
+from kvmesh.terminal.console import stdout_console
+from kvmesh.terminal.tables import FittedTable, columns
 
 
 def show_json(report: MeshReport) -> None:
@@ -39,64 +41,60 @@ def show_json(report: MeshReport) -> None:
 
 
 def show_tables(report: MeshReport, all_starts: bool = False) -> None:
-    """Print the report as tables, as wide as the terminal or PIPE_WIDTH.
+    """Print the report as tables, which fit the terminal; whole if standard output is none.
 
     `all_starts`: with the phases of the starts of running workers.
     """
-    console = _console()
+    console = stdout_console()
     console.print(f"mesh {report.namespace} on NATS {report.server} at {report.nats}")
     starts = _starts(report.starting, report.instances if all_starts else [])
     for table in (
         _instances(report.instances, report.starting),
         *([_idle_models(report.idle_models)] if report.idle_models else []),
-        *([starts] if starts.row_count else []),
+        *([starts] if starts.rows else []),
         _streams(report.streams),
         _readers(report.streams),
         _buckets(report.buckets),
     ):
         console.print()
-        console.print(table if table.row_count else f"[dim]no {table.columns[0].header}s[/dim]")
+        if table.rows:
+            table.show(console)
+        else:
+            console.print(f"[dim]no {table.columns[0].heading}s[/dim]")
     if report.warnings:
         console.print("\n[red]Warnings:[/red]")
     for warning in report.warnings:
         console.print(escape(f"{warning.instance}: {warning.text}"), soft_wrap=True)
     incompatible = _incompatible_layouts(report.instances)
-    if incompatible.row_count:
+    if incompatible.rows:
         console.print("\n[yellow]These block managers do not share all blocks:[/yellow]")
-        console.print(incompatible)
+        incompatible.show(console)
     keys = _keys(report.instances)
-    if keys.row_count:
+    if keys.rows:
         console.print("\n[yellow]Block managers with different keys share no blocks:[/yellow]")
-        console.print(keys)
+        keys.show(console)
 
 
 def show_limits(infos: list[StreamInfo]) -> None:
     """Print the streams of a mesh, buckets included, with their limits."""
-    table = _table("stream", "storage", "replicas", "messages", "bytes", "max bytes", "max age")
+    headings = ("stream", "storage", "replicas", "messages", "bytes", "max bytes", "max age")
+    table = _table(*headings, hide=("storage", "messages"))
     for info in infos:
         config, max_bytes = info.config, info.config.max_bytes or -1
         table.add_row(
-            config.name,
-            config.storage,
+            config.name or "",
+            str(config.storage),
             str(config.num_replicas),
             str(info.state.messages),
             size(info.state.bytes),
             size(max_bytes) if max_bytes > 0 else "no limit",
             duration(config.max_age) if config.max_age else "no limit",
         )
-    _console().print(table)
+    table.show(stdout_console())
 
 
-def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
-    return table
+def _table(*headings: str, hide: Iterable[str] = ()) -> FittedTable:
+    return FittedTable(columns(*headings, numbers=_NUMBERS, hide=hide))
 
 
 _NUMBERS = frozenset(
@@ -115,8 +113,9 @@ _NUMBERS = frozenset(
 )
 
 
-def _instances(members: list[InstanceReport], starting: list[StartingReport]) -> Table:
-    table = _table("instance", "role", "age", "state", "speed", "model", "load", "labels")
+def _instances(members: list[InstanceReport], starting: list[StartingReport]) -> FittedTable:
+    headings = ("instance", "role", "age", "state", "speed", "model", "load", "labels")
+    table = _table(*headings, hide=("labels", "speed", "load", "age", "model"))
     for member in members:
         card = member.card
         table.add_row(
@@ -124,19 +123,19 @@ def _instances(members: list[InstanceReport], starting: list[StartingReport]) ->
             _role(card),
             duration(member.age_s),
             _state(member),
-            "; ".join(map(_speed, member.speed)),
-            card.model.name if card.model else card.parked_for,
+            Text("; ").join(map(_speed, member.speed)),
+            literal(card.model.name if card.model else card.parked_for or ""),
             _tiers(card.store) if card.store else "; ".join(map(_load, member.load)),
-            " ".join(f"{key}={value}" for key, value in card.labels.items()),
+            literal(" ".join(f"{key}={value}" for key, value in card.labels.items())),
         )
     for each in starting:
-        worker, state = each.worker, escape(f"starting: {each.worker.phase}")
-        age, state = duration(each.age_s), f"[yellow]{state}[/yellow]"
-        table.add_row(worker.instance, Role.WORKER, age, state, "", worker.model)
+        worker, state = each.worker, Text(f"starting: {printable(each.worker.phase)}", "yellow")
+        age = duration(each.age_s)
+        table.add_row(worker.instance, Role.WORKER, age, state, "", literal(worker.model))
     return table
 
 
-def _starts(starting: list[StartingReport], members: list[InstanceReport]) -> Table:
+def _starts(starting: list[StartingReport], members: list[InstanceReport]) -> FittedTable:
     """Seconds of each phase of the starts."""
     rows = start_rows(starting, members)
     phases = phase_columns(rows)
@@ -145,20 +144,18 @@ def _starts(starting: list[StartingReport], members: list[InstanceReport]) -> Ta
         for part, heading in PARTS.items()
         if any(each.part == part for row in rows for each in row.sources)
     }
-    table = _table("start, in seconds")
-    for heading in (*map(escape, phases), "total"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in parts.values():
-        table.add_column(heading, no_wrap=True)
+    figures = [*map(printable, phases), "total"]
+    wanted = columns("start, in seconds", *figures, *parts.values(), numbers=figures)
+    table = FittedTable(wanted, split=True)
     for row in rows:
-        origins = (escape(sources_text(row.sources, part)) for part in parts)
+        origins = (sources_text(row.sources, part) for part in parts)
         total = f"{row.total_s:.1f}"
         table.add_row(row.instance, *map(row.cell, phases), total, *origins)
     return table
 
 
-def _idle_models(models: list[IdleModelReport]) -> Table:
-    table = _table("idle model", "age", "planner")
+def _idle_models(models: list[IdleModelReport]) -> FittedTable:
+    table = _table("idle model", "age", "planner", hide=("planner",))
     for model in models:
         table.add_row(model.name, duration(model.age_s), model.planner)
     return table
@@ -169,27 +166,27 @@ def _role(card: Instance) -> str:
     return role if card.serves == "aggregated" else f"{card.serves} {role}"
 
 
-def _state(member: InstanceReport) -> str:
+def _state(member: InstanceReport) -> str | Text:
     card = member.card
     if card.role is Role.PARKED:
         return "asleep" if card.asleep else "parked"
     if card.labels.get(STATE) == REFUSED_STATE:
-        return "[red]refused[/red]"
+        return Text("refused", "red")
     if card.draining:
-        return "[yellow]draining[/yellow]"
+        return Text("draining", "yellow")
     if member.reason:
-        return "[red]incompatible[/red]"
+        return Text("incompatible", "red")
     if member.leads:
         return "leads"
-    return "ready" if member.eligible else f"[yellow]{card.labels[STATE]}[/yellow]"
+    return "ready" if member.eligible else Text(printable(card.labels[STATE]), "yellow")
 
 
-def _speed(speed: RankSpeed) -> str:
+def _speed(speed: RankSpeed) -> Text:
     """The speed beside that of the other ranks, and since when it is an outlier."""
     if speed.since is None:
-        return f"{speed.speed:.1f}×"
+        return Text(f"{speed.speed:.1f}×")
     text = f"{speed.speed:.1f}× since {time.strftime('%H:%M', time.localtime(speed.since))}"
-    return f"[red]{text}[/red]" if speed.speed < 1 else text
+    return Text(text, "red" if speed.speed < 1 else "")
 
 
 def _tiers(store: NodeStore) -> str:
@@ -199,7 +196,7 @@ def _tiers(store: NodeStore) -> str:
     return f"{text}, restores before returns: {store.restores}" if store.restores else text
 
 
-def _incompatible_layouts(members: list[InstanceReport]) -> Table:
+def _incompatible_layouts(members: list[InstanceReport]) -> FittedTable:
     """Layouts of the models for which two nodes have none in common."""
     layouts = {m.card.instance: m.card.store.layouts for m in members if m.card.store}
     pairs = combinations(layouts.values(), 2)
@@ -213,7 +210,7 @@ def _incompatible_layouts(members: list[InstanceReport]) -> Table:
     return table
 
 
-def _keys(members: list[InstanceReport]) -> Table:
+def _keys(members: list[InstanceReport]) -> FittedTable:
     """Fingerprints of the block managers' keys, if they differ."""
     keys = {m.card.instance: m.card.store.key for m in members if m.card.store and m.card.store.key}
     table = _table("block manager", "fingerprint of its key")
@@ -228,8 +225,9 @@ def _load(load: Load) -> str:
     return f"{load.running} running, {load.waiting} waiting, {blocks}{steps}"
 
 
-def _streams(streams: list[StreamReport]) -> Table:
-    table = _table("stream", "messages", "bytes", "first", "last", "readers")
+def _streams(streams: list[StreamReport]) -> FittedTable:
+    headings = ("stream", "messages", "bytes", "first", "last", "readers")
+    table = _table(*headings, hide=("first", "last"))
     for stream in streams:
         numbers = (stream.first, stream.last, len(stream.readers))
         table.add_row(
@@ -238,7 +236,7 @@ def _streams(streams: list[StreamReport]) -> Table:
     return table
 
 
-def _readers(streams: list[StreamReport]) -> Table:
+def _readers(streams: list[StreamReport]) -> FittedTable:
     table = _table("reader", "stream", "lag")
     for stream in streams:
         for reader in stream.readers:
@@ -246,7 +244,7 @@ def _readers(streams: list[StreamReport]) -> Table:
     return table
 
 
-def _buckets(buckets: list[BucketReport]) -> Table:
+def _buckets(buckets: list[BucketReport]) -> FittedTable:
     table = _table("bucket", "kind", "messages", "bytes")
     for bucket in buckets:
         table.add_row(bucket.name, bucket.kind, str(bucket.messages), size(bucket.bytes))

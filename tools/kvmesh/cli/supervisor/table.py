@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from kvmesh.cli.supervisor.process import SupervisedProcess
 from kvmesh.cli.supervisor.restart_policy import ProcessState
 from kvmesh.runtime.quantities import duration
+from kvmesh.terminal.tables import FittedTable, columns
 
 if TYPE_CHECKING:
     from kvmesh.bus.messages import Load
@@ -48,13 +48,14 @@ class LiveTable:
                 await asyncio.sleep(REFRESH_S)
 
 
-def render(processes: Iterable[SupervisedProcess], view: "MeshView | None", now: float) -> Table:
+def render(
+    processes: Iterable[SupervisedProcess], view: "MeshView | None", now: float
+) -> FittedTable:
     """The table at monotonic time `now`."""
     loads = view.loads if view else {}
     routable = view.routable if view else set()
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("process", "state", "pid", "up", "restarts", *LOAD):
-        table.add_column(heading, no_wrap=True)
+    headings = ("process", "state", "pid", "up", "restarts", *LOAD)
+    table = FittedTable(columns(*headings, hide=("pid", "up", "KV in use", "restarts", *LOAD)))
     for process in processes:
         record, name = process.record, process.spec.name
         running = record.state is ProcessState.RUNNING

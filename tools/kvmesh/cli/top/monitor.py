@@ -28,12 +28,12 @@ from kvmesh.observer.fleet import FleetView
 from kvmesh.observer.route_stream import decoded_outcome
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
+from kvmesh.terminal.console import stdout_console
 
 REFRESH_S = 1.0
 RATES_S = 2.5  # until the first rates are known
 REPLAY_S = 10.0
 LEARNERS_S = 5.0
-PIPE_WIDTH = 200
 
 
 class TopMonitor:
@@ -154,9 +154,7 @@ async def show_once(monitor: TopMonitor, controls: TopControls, as_json: bool) -
             report = {"time": time.time(), "view": view.name, "rows": records}
             print(msgspec.json.encode(report).decode())
             return
-        console = Console(highlight=False)
-        wide = console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
-        wide.print(table(view, ordered, controls.sort, controls.reverse))
+        table(view, ordered, controls.sort, controls.reverse).show(stdout_console())
 
 
 async def show_live(monitor: TopMonitor, controls: TopControls) -> None:
@@ -185,7 +183,7 @@ async def show_live(monitor: TopMonitor, controls: TopControls) -> None:
                     if not controls.paused or controls.view.name != shown:
                         shown, rows = controls.view.name, monitor.rows(controls.view.name)
                     status = monitor.status(warnings.text)
-                    live.update(frame(controls, rows, status, console.height), refresh=True)
+                    live.update(frame(controls, rows, status, *console.size[::-1]), refresh=True)
                     pressed.clear()
                     try:
                         await asyncio.wait_for(pressed.wait(), REFRESH_S)

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from kvmesh.cli.top.controls import HELP, TopControls
 from kvmesh.observer.columns import RowView
 from kvmesh.runtime.logs import printable
 from kvmesh.runtime.quantities import duration
+from kvmesh.terminal.tables import FittedTable, TextColumn
 
-FRAME_LINES = 4  # header, line of learners, headings, footer
+FRAME_LINES = 5  # header, line of learners, headings, note on hidden columns, footer
 KEYS = "1 fleet  2 sessions  3 tenants  4 caches  s sort  r reverse  p pause  ? help  q quit"
 _COLOURS = {"ready": "green", "draining": "yellow", "incompatible": "red", "silent": "red"}
 
@@ -34,11 +34,16 @@ class TopStatus:
     learned: str = ""
 
 
-def frame(controls: TopControls, rows: list[Any], status: TopStatus, height: int) -> Group:
+def frame(
+    controls: TopControls, rows: list[Any], status: TopStatus, height: int, width: int
+) -> Group:
     """The frame for a terminal of `height` lines; `rows` are all rows of the view, unordered."""
-    shown = max(1, height - FRAME_LINES)
-    controls.first = max(0, min(controls.first, len(rows) - shown))
     ordered = controls.view.ordered(rows, controls.sort, controls.reverse)
+    shown = max(1, height - FRAME_LINES)
+    near = ordered[controls.first : controls.first + shown]
+    if table(controls.view, near, controls.sort, controls.reverse).layout(width).stacked:
+        shown = max(1, (shown - 1) // 2)
+    controls.first = max(0, min(controls.first, len(rows) - shown))
     first, last = controls.first, min(len(rows), controls.first + shown)
     body = (
         Text("\n".join(HELP[:shown]))
@@ -49,17 +54,21 @@ def frame(controls: TopControls, rows: list[Any], status: TopStatus, height: int
     return Group(header, _learned(status), body, _footer(status))
 
 
-def table(view: RowView, rows: Iterable[Any], sort: str, reverse: bool) -> Table:
-    """The rows as a table; an arrow marks the column that they are sorted by."""
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for column in view.columns:
-        arrow = ("▼" if reverse else "▲") if column.name == sort else ""
-        shown.add_column(
-            f"{column.heading}{arrow}",
-            justify="right" if column.number else "left",
-            no_wrap=True,
-            overflow="ellipsis",
-        )
+def table(view: RowView, rows: Iterable[Any], sort: str, reverse: bool) -> FittedTable:
+    """The rows as a table; an arrow marks the column that they are sorted by, which is shown."""
+    ranks = {name: len(view.hide) - place for place, name in enumerate(view.hide)}
+    ranks[sort] = 0
+    arrow = "▼" if reverse else "▲"
+    shown = FittedTable(
+        [
+            TextColumn(
+                f"{column.heading}{arrow if column.name == sort else ''}",
+                ranks.get(column.name, 0),
+                column.number,
+            )
+            for column in view.columns
+        ]
+    )
     for row in rows:
         shown.add_row(*(_cell(row, column) for column in view.columns))
     return shown

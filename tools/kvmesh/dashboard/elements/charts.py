@@ -45,9 +45,12 @@ def lines(title: str, names: Sequence[str], unit: str = "", *, share: bool = Fal
             "textStyle": {"color": TEXT},
             "data": list(names),
         },
-        "grid": {"left": 8, "right": 8, "top": 34, "bottom": 8, "containLabel": True},
+        "grid": {"left": 8, "right": 24, "top": 34, "bottom": 8, "containLabel": True},
         "tooltip": {"trigger": "axis", "confine": True},
-        "xAxis": {"type": "time", "axisLabel": {"color": TEXT, "hideOverlap": True}},
+        "xAxis": {
+            "type": "time",
+            "axisLabel": {"color": TEXT, "hideOverlap": True, "alignMaxLabel": "right"},
+        },
         "yAxis": value_axis,
         "series": [{"type": "line", "name": n, "showSymbol": False, "data": []} for n in names],
     }

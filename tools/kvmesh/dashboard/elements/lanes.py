@@ -131,7 +131,9 @@ def _legend() -> None:
             swatch(text, colour)
         swatch("not counted", GREY)
         swatch("runs", "transparent", "border-style: dashed")
-        swatch("tokens lost", LOST, "clip-path: polygon(0 0, 100% 0, 50% 100%)")
+        swatch(
+            "a tenth of the prompt lost, or more", LOST, "clip-path: polygon(0 0, 100% 0, 50% 100%)"
+        )
         swatch("between turns (tools)", TEXT, "height: 1px; border: 0")
 
 

@@ -27,7 +27,10 @@ HEADING = """
 
 @dataclass
 class PagedTable:
-    """The rows of `view`; `href(row)` is where the first cell leads, `rows()` are those of now."""
+    """The rows of `view`; `href(row)` is where the first cell leads, `rows()` are those of now.
+
+    A `sparse` one leaves out columns without a text, of those that its view may hide.
+    """
 
     view: RowView
     rows: Callable[[], Iterable[Any]]
@@ -35,8 +38,10 @@ class PagedTable:
     href: Callable[[Any], str] | None = None
     page_rows: int = PAGE_ROWS
     filtered: bool = True
+    sparse: bool = False
     _find: str = ""
     _page: dict[str, Any] = field(default_factory=dict)
+    _columns: list[dict[str, Any]] = field(default_factory=list)
 
     def show(self) -> "PagedTable":
         """Build the elements: a field that filters, unless it is not wanted, and the table."""
@@ -51,19 +56,20 @@ class PagedTable:
             ui.input(label="Filter", on_change=self._on_filter).props(
                 f'dense clearable debounce=300 aria-label="Filter {self.label}"'
             )
-        columns = [
+        self._columns = [
             {
                 "name": column.name,
                 "label": column.heading,
                 "field": column.name,
                 "sortable": True,
                 "align": "right" if column.number else "left",
-                "classes": "words" if column.wraps else "",
+                "classes": "words" if column.wraps else "name" if not column.number else "",
             }
             for column in self.view.columns
         ]
-        self._table = ui.table(rows=[], columns=columns, row_key="key", pagination=self._page)
+        self._table = ui.table(rows=[], columns=self._columns, row_key="key", pagination=self._page)
         self._table.props(f'flat dense binary-state-sort role="region" aria-label="{self.label}"')
+        self._table.props["no-data-label"] = f"no {self.label}"
         self._table.props(f"rows-per-page-options={[self.page_rows, 100]}")
         first = f"body-cell-{self.view.columns[0].name}"
         for slot, template in (("header-cell", HEADING), (first, FIRST_CELL)):
@@ -89,6 +95,21 @@ class PagedTable:
         self._table.props["pagination"] = dict(page)
         self._table.props["hide-bottom"] = 0 < len(ordered) <= size
         self._table.rows = [self._row(row) for row in ordered[first : first + size]]
+        if self.sparse:
+            self._leave_out(rows)
+
+    def _leave_out(self, rows: list[Any]) -> None:
+        """Leave out the columns in `view.hide` of which no row has a text."""
+        empty = {
+            column.name
+            for column in self.view.columns
+            if column.name in self.view.hide
+            and rows
+            and not any(column.text(getattr(row, column.name)) for row in rows)
+        }
+        shown = [column for column in self._columns if column["name"] not in empty]
+        if shown != self._table.columns:
+            self._table.columns = shown
 
     def _row(self, row: Any) -> dict[str, Any]:
         cells = {c.name: _cut(c.text(getattr(row, c.name))) for c in self.view.columns}

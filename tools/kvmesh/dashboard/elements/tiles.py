@@ -1,6 +1,7 @@
 """One tile for each worker, coloured by its load: a thousand of them fit on a screen."""
 
 import math
+from html import escape
 from typing import Any
 
 from nicegui import ui
@@ -9,6 +10,8 @@ from kvmesh.dashboard.elements.charts import TEXT
 from kvmesh.observer.fleet import FleetRow
 
 MOST_TILES = 4000
+MOST_NAMED = 16  # of which each tile has the name
+TILES_WIDTH = 290  # pixels of the chart in the narrowest window that has four beside each other
 # from light to dark of one hue: its order is clear without colours, too
 RAMP = ("#cfe3f5", "#6baed6", "#2171b5", "#08306b")
 MARKS = {"draining": "#E69F00", "silent": "#D55E00", "incompatible": "#D55E00"}
@@ -40,6 +43,8 @@ class Tiles:
         options["series"][0]["data"] = [
             _tile(n % wide, n // wide, row) for n, row in enumerate(shown)
         ]
+        few = len(shown) <= MOST_NAMED
+        options["series"][0]["label"] |= {"show": few, "width": TILES_WIDTH / wide - 8}
         self._chart.update()
 
 
@@ -47,8 +52,13 @@ def _tile(x: int, y: int, row: FleetRow) -> dict[str, Any]:
     share = round(100 * (row.kv_used or 0.0), 1)
     tile: dict[str, Any] = {
         "value": [x, y, share],
-        "name": f"{row.instance}: {row.state}, {row.running} running, {row.waiting} waiting",
+        "name": row.instance,
+        "tooltip": {
+            "formatter": f"{escape(row.instance)}: {row.state}, {row.running} running,"
+            f" {row.waiting} waiting<br>KV blocks in use: {share} %"
+        },
     }
+    tile["label"] = {"color": "#fff" if share > 40 else "#111"}
     if row.state in MARKS:
         tile["itemStyle"] = {"borderColor": MARKS[row.state], "borderWidth": 3}
     return tile
@@ -61,7 +71,7 @@ def _options(title: str) -> dict[str, Any]:
         "animation": False,
         "title": {"text": title, "left": 0, "textStyle": {"fontSize": 13, "color": TEXT}},
         "grid": {"left": 4, "right": 4, "top": 30, "bottom": 34},
-        "tooltip": {"confine": True, "formatter": "{b}<br>KV blocks in use: {@[2]} %"},
+        "tooltip": {"confine": True},
         "xAxis": axis,
         "yAxis": {**axis, "inverse": True},
         "visualMap": {
@@ -82,6 +92,13 @@ def _options(title: str) -> dict[str, Any]:
                 "type": "heatmap",
                 "data": [],
                 "itemStyle": {"borderWidth": 1, "borderColor": "#8886"},
+                "label": {
+                    "show": False,
+                    "formatter": "{b}",
+                    "fontSize": 10,
+                    "lineHeight": 12,
+                    "overflow": "break",
+                },
                 "progressive": 0,
             }
         ],

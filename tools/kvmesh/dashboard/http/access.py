@@ -7,7 +7,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from kvmesh.frontend.auth.accounts import Scope
-from kvmesh.frontend.auth.origin_check import cross_origin_fault
+from kvmesh.frontend.auth.origin_check import cross_origin_fault, form_fault
 from kvmesh.frontend.errors import STATUS, ApiError
 from kvmesh.runtime.lru import LruCache
 
@@ -67,7 +67,9 @@ class Access:
         if websocket and not same_origin(headers):
             return FOREIGN
         if not self.requires_keys:
-            fault = cross_origin_fault(method, headers) if self._local else None
+            fault = None
+            if self._local:
+                fault = cross_origin_fault(method, headers) or form_fault(method, headers)
             return PASS if fault is None else AccessVerdict(403, fault)
         secret = self._secret(headers)
         return self._judge_key(headers if secret is None else {"x-api-key": secret})

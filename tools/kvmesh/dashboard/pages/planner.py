@@ -93,8 +93,8 @@ class PlannerPage:
         else:
             past = " The decisions below are past ones." if decided else ""
             self._silent.text = (
-                "No planner runs: the number of workers is fixed. Run one with"
-                f" “kvmesh up --planner”, or “kvmesh planner” in another mesh.{past}"
+                "No planner runs in this mesh: the number of workers is fixed. Run one with “kvmesh"
+                f" up --planner”; where each service is started alone, with “kvmesh planner”.{past}"
             )
 
     def _show(self) -> None:
@@ -157,9 +157,7 @@ def decision_path(decision: ScalingDecision) -> str:
 
 
 def _demand_chart() -> Draw:
-    chart = charts.lines(
-        "Requests per second, and the forecast for that time", ("arrivals", "forecast")
-    )
+    chart = charts.lines("Requests per second", ("arrivals", "forecast"))
     for series in chart.options["series"]:
         series["connectNulls"] = True
 

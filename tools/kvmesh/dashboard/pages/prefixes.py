@@ -239,11 +239,18 @@ def _sunburst(on_click: Any) -> ui.echart:
             {
                 "type": "sunburst",
                 "data": [],
-                "radius": ["12%", "88%"],
+                "radius": ["8%", "98%"],
                 "center": ["50%", "54%"],
                 "sort": None,
                 "nodeClick": False,
-                "label": {"show": False},
+                "label": {
+                    "minAngle": 12,
+                    "fontSize": 10,
+                    "overflow": "truncate",
+                    "width": 70,
+                    "color": "#fff",
+                    "textBorderWidth": 0,
+                },
                 "itemStyle": {"borderWidth": 1, "borderColor": "#8888"},
                 "emphasis": {"focus": "ancestor"},
             }

@@ -17,14 +17,22 @@ def show(mesh: Mesh, query: Mapping[str, str]) -> None:
     heading("Running")
     note = ui.label().classes("quiet")
     running = PagedTable(
-        RUNNING, mesh.running_rows, "running requests", lambda row: request_href(row.request)
+        RUNNING,
+        mesh.running_rows,
+        "running requests",
+        lambda row: request_href(row.request),
+        sparse=True,
     ).show()
     heading("Ended")
     ui.label(f"The latest {MOST_ENDED:,} of the last {mesh.window_s / 60:g} minutes.").classes(
         "quiet"
     )
     ended = PagedTable(
-        ENDED, mesh.ended_rows, "ended requests", lambda row: request_href(row.request)
+        ENDED,
+        mesh.ended_rows,
+        "ended requests",
+        lambda row: request_href(row.request),
+        sparse=True,
     ).show()
 
     def refresh() -> None:

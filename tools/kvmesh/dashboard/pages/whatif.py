@@ -33,6 +33,7 @@ from kvmesh.runtime.quantities import duration
 
 log = logging.getLogger(__name__)
 CUSTOM = 0
+USUAL = ("round-robin", "kv")  # those that a page compares when it opens
 SPANS = {
     300: "the last 5 minutes",
     900: "the last 15 minutes",
@@ -55,6 +56,7 @@ class WhatIfPage:
     def __init__(self, mesh: Mesh, query: Mapping[str, str]) -> None:
         self._mesh = mesh
         self._task: asyncio.Task[None] | None = None
+        self._opening: asyncio.Task[None] | None = None
         self._names: list[str] = []
         self._wanted_model = query.get("model", "")
         self._policies = {name: name for name in sorted({*BUILT_IN, *installed()})}
@@ -78,7 +80,7 @@ class WhatIfPage:
             self._span = ui.select(SPANS, label="Requests of", value=900, on_change=self._spanned)
             self._from = ui.input(label="From").props("type=datetime-local step=1 stack-label")
             self._to = ui.input(label="To").props("type=datetime-local step=1 stack-label")
-            chosen = policy if policy in self._policies else ""
+            chosen = policy if policy in self._policies else self._other_policy()
             self._policy = ui.select(
                 {"": UNCHANGED, **self._policies}, label="Policy", value=chosen
             )
@@ -99,8 +101,13 @@ class WhatIfPage:
             self._cancel.set_visibility(False)
         self._spanned()
 
+    def _other_policy(self) -> str:
+        """The policy of the comparison that a page opens with: the usual one beside the present."""
+        present = self._mesh.settings.router.policy
+        return next((name for name in USUAL if name != present and name in self._policies), "")
+
     def refresh(self) -> None:
-        """Offer the models of now."""
+        """Offer the models of now; the first ones begin a comparison."""
         names = sorted(
             {
                 card.model.name
@@ -110,11 +117,16 @@ class WhatIfPage:
         )
         if names == self._names:
             return
-        self._names = names
+        first, self._names = not self._names, names
         value = self._model.value or self._wanted_model
         if value not in names:
             value = names[0] if names else None
         self._model.set_options(names, value=value)
+        if first and self._task is None and value is not None:
+            now = time.time()
+            self._begin(now - float(self._span.value or 0), now)  # a page that opens shows one
+            self._opening = self._task
+            self._button.set_enabled(True)  # another one may take its place
 
     def cancel(self) -> None:
         """End the comparison that runs."""
@@ -126,12 +138,20 @@ class WhatIfPage:
             field.set_visibility(self._span.value == CUSTOM)
 
     async def _start(self) -> None:
+        if self._task is not None and self._task is self._opening:
+            self._task.cancel()
+            await asyncio.wait({self._task})
         if self._task is not None:
             return
         now = time.time()
         since, until = now - float(self._span.value or 0), now
         if self._span.value == CUSTOM:
             since, until = await self._times()
+        self._begin(since, until)
+
+    def _begin(self, since: float, until: float) -> None:
+        """Begin a comparison of the requests between two Unix times, unless the form is wrong."""
+        now = time.time()
         asked = self._asked(round(max(since, 0.0), 3), round(min(until, now), 3))
         age_s = self._mesh.settings.streams.route_age_s
         if wrong := problem(asked, self._policies, now, age_s):

@@ -60,6 +60,11 @@ def tier_rows(cards: Mapping[str, Instance], fleet: Iterable[FleetRow]) -> list[
     return sorted((row for row in found if row.processes), key=lambda row: row.number)
 
 
+def _told(value: float | None) -> str:
+    """A share; of tiers below engines no message tells it."""
+    return "see /metrics" if value is None else share_text(value)
+
+
 TIER_VIEW = RowView(
     "tiers",
     (
@@ -68,8 +73,8 @@ TIER_VIEW = RowView(
         RowColumn("processes", "processes", count_text),
         RowColumn("blocks", "capacity, blocks", count_text),
         RowColumn("bytes", "capacity", lambda value: "" if value is None else size(value)),
-        RowColumn("in_use", "in use", share_text),
-        RowColumn("cached", "cached", share_text),
+        RowColumn("in_use", "in use", _told),
+        RowColumn("cached", "cached", _told),
     ),
     "number",
     False,

@@ -10,6 +10,7 @@ from kvmesh.observer.decision_text import clock_text, time_text
 from kvmesh.runtime.logs import printable
 
 MOST_BARS = 1200  # on a page; of more, each lane shows its last ones
+NOTABLE = 0.1  # share of a prompt whose loss is marked: smaller ones are part of most turns
 MOST_TEXT = 2000
 SHARES = 5  # classes of the share cached
 UNKNOWN, RUNNING = -1, -2
@@ -51,10 +52,16 @@ def lane_bars(
             if last is not None and turn.arrived > last:
                 gaps.append(TurnGap(number, last, turn.arrived))
             end = _end(turn, now)
-            lost = turn.outcome is not None and bool(turn.outcome.cache and turn.outcome.cache.lost)
+            lost = _lost_share(turn) >= NOTABLE
             bars.append(TurnBar(number, turn.arrived, end, shade(turn), lost, turn.request))
             last = end if last is None else max(last, end)
     return bars, gaps
+
+
+def _lost_share(turn: SeenRequest) -> float:
+    """The share of a turn's prompt tokens that were lost."""
+    account = turn.outcome.cache if turn.outcome is not None else None
+    return account.lost / turn.prompt_tokens if account is not None and turn.prompt_tokens else 0.0
 
 
 def turn_text(turn: SeenRequest, turns: Iterable[SeenRequest], now: float) -> str:

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable
 
-from rich.table import Table
-
 from kvmesh.simulator.weights.fanout import FanoutResult
 from kvmesh.simulator.weights.options import FanoutOptions
 from kvmesh.simulator.weights.topologies import TOPOLOGIES, least_time
+from kvmesh.terminal.tables import FittedTable, columns
 
 Runs = Iterable[tuple[FanoutOptions, dict[str, FanoutResult]]]
 
@@ -16,19 +15,18 @@ def compare(options: FanoutOptions) -> dict[str, FanoutResult]:
     return {name: topology(options) for name, topology in TOPOLOGIES.items()}
 
 
-def fanout_table(runs: Runs) -> Table:
+def fanout_table(runs: Runs) -> FittedTable:
     """A row per number of targets and topology; times also in times of one transfer."""
-    table = Table(title_justify="left")
-    table.add_column("targets", justify="right")
-    table.add_column("topology")
-    for heading in ("last, s", "median, s", "last, transfers", "copies from seeds", "twice, wrong"):
-        table.add_column(heading, justify="right")
+    figures = ("last, s", "median, s", "last, transfers", "copies from seeds", "twice, wrong")
+    hide = ("twice, wrong", "median, s", "copies from seeds")
+    headings = ("targets", "topology", *figures)
+    table = FittedTable(columns(*headings, numbers=("targets", *figures), hide=hide))
     for options, results in runs:
         for name, result in results.items():
             table.add_row(f"{options.targets:,}", name, *_cells(options, result))
         least = least_time(options)
         cells = (f"{least:,.2f}", "", f"{least / options.transfer_s:,.2f}", "1.00", "")
-        table.add_row(f"{options.targets:,}", "least possible, at once", *cells, end_section=True)
+        table.add_row(f"{options.targets:,}", "least possible, at once", *cells)
     return table
 
 

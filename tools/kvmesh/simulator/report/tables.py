@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from rich.console import Console
-from rich.table import Table
 
 from kvmesh.simulator.report.figures import Figures, LatencyFigures
 from kvmesh.simulator.report.tiers import TierFigures, tier_rows
+from kvmesh.terminal.tables import FittedTable, TextColumn
 from kvmesh.workload.replay.summary import Spread
 
 Row = tuple[str, Callable[[Figures], str]]
@@ -82,13 +82,11 @@ def _of_tiers(name: str, cell: Callable[[TierFigures], str]) -> Row:
 
 def show(runs: Sequence[Figures], console: Console) -> None:
     """Print one column per run, then priorities and errors, if any."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for run in runs:
-        table.add_column(run.policy, justify="right")
+    policies = [TextColumn(run.policy, number=True) for run in runs]
+    table = FittedTable([TextColumn(""), *policies], split=True)
     for name, cell in rows(runs):
         table.add_row(name, *(cell(run) for run in runs))
-    console.print(table)
+    table.show(console)
     for run in runs:
         for note in notes(run):
             console.print(note, markup=False, soft_wrap=True)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
+from kvmesh.terminal.tables import FittedTable, columns
 from kvmesh.workload.analysis.analysis import Analysis
 from kvmesh.workload.replay.summary import POINTS, Spread
 
@@ -16,8 +16,8 @@ def show(analysis: Analysis, console: Console) -> None:
     """Print the structure of a workload."""
     for line in _facts(analysis):
         console.print(line, highlight=False, soft_wrap=True)
-    console.print(_distributions(analysis))
-    console.print(_visits(analysis))
+    _distributions(analysis).show(console)
+    _visits(analysis).show(console)
     for line in _plots(analysis):
         console.print(line, highlight=False, soft_wrap=True)
 
@@ -40,11 +40,9 @@ def _facts(a: Analysis) -> Iterator[str]:
         yield f"priorities      {counts}"
 
 
-def _distributions(a: Analysis) -> Table:
-    table = Table(title="distributions", title_justify="left")
-    table.add_column("")
-    for name in ("mean", *POINTS):
-        table.add_column(name, justify="right")
+def _distributions(a: Analysis) -> FittedTable:
+    figures = ("mean", *POINTS)
+    table = FittedTable(columns("", *figures, numbers=figures), "distributions", split=True)
     rows: dict[str, Spread | None] = {
         "prompt tokens": a.input,
         "new prompt tokens": a.new_tokens,
@@ -63,11 +61,9 @@ def _figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _visits(a: Analysis) -> Table:
-    table = Table(title="sharing", title_justify="left")
-    table.add_column("prompts per token")
-    table.add_column("distinct tokens", justify="right")
-    table.add_column("all prompt tokens", justify="right")
+def _visits(a: Analysis) -> FittedTable:
+    figures = ("distinct tokens", "all prompt tokens")
+    table = FittedTable(columns("prompts per token", *figures, numbers=figures), "sharing")
     floors = list(a.visits)
     for floor, above in zip(floors, [*floors[1:], ""], strict=True):
         label = f"{floor}+" if not above else f"{floor} to {int(above) - 1}"

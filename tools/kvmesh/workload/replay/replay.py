@@ -21,6 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from kvmesh.terminal.console import stdout_console
 from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.formats.registry import load
 from kvmesh.workload.model import Workload
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace, options: ReadOptions) -> int:
         for line in repairs.lines():
             errors.print(line, markup=False)
         summary = uvloop.run(_replay(workload.first(args.limit), args, errors))
-        show(summary, Console())
+        show(summary, stdout_console())
         if args.json is not None:
             args.json.write_bytes(msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
     except (WorkloadError, OSError) as error:

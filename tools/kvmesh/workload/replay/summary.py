@@ -8,8 +8,8 @@ import msgspec
 from msgspec import Struct
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from kvmesh.terminal.tables import FittedTable, columns
 from kvmesh.workload.replay.chat_client import Sample
 
 POINTS = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
@@ -122,10 +122,9 @@ def kind(error: str) -> str:
 
 def show(summary: ReplaySummary, console: Console) -> None:
     """Print the figures as a table, then the errors, if any."""
-    table = Table(title=f"{summary.trace} → {summary.url} ({summary.model})", title_justify="left")
-    table.add_column("ms")
-    for name in ("mean", *POINTS):
-        table.add_column(name, justify="right")
+    figures = ("mean", *POINTS)
+    title = f"{summary.trace} → {summary.url} ({summary.model})"
+    table = FittedTable(columns("ms", *figures, numbers=figures), title, split=True)
     for label, values in (
         ("TTFT", summary.ttft_s),
         ("inter-token", summary.inter_token_s),
@@ -136,7 +135,7 @@ def show(summary: ReplaySummary, console: Console) -> None:
         if values is not None:
             cells = [f"{value * 1e3:,.1f}" for value in msgspec.structs.astuple(values)]
             table.add_row(label, *cells)
-    console.print(table)
+    table.show(console)
     for line in _lines(summary):
         console.print(line, highlight=False, soft_wrap=True)
 

@@ -14,7 +14,7 @@ TYPES: dict[Kind, str] = {
     "method_not_allowed": "invalid_request_error",
     "upgrade_refused": "invalid_request_error",
     "too_large": "invalid_request_error",
-    "unsupported_coding": "invalid_request_error",
+    "unsupported_media": "invalid_request_error",
     "rate_limit": "rate_limit_error",
     "overloaded": "overloaded_error",
     "unavailable": "service_unavailable_error",

@@ -17,7 +17,7 @@ from kvmesh.bus.storage.buckets import read_bucket
 from kvmesh.bus.streams.keeper import keeper_of
 from kvmesh.bus.ticks import next_tick
 from kvmesh.frontend.auth.accounts import Account, Accounts, Key, Scope
-from kvmesh.frontend.auth.origin_check import cross_origin_fault
+from kvmesh.frontend.auth.origin_check import cross_origin_fault, form_fault
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.frontend.namespaces import TenantNamespaces, check_name
@@ -103,16 +103,16 @@ class Authenticator:
         return self.accounts.authenticate(secrets[-1] if secrets else None, now)
 
     def check_origin(self, method: str, headers: Mapping[str, str], allowed: bool = False) -> None:
-        """Raises ApiError (403) for web pages of other origins, if loopback needs no key.
+        """Raises ApiError (403, 415) for web pages of other origins, if loopback needs no key.
 
         `allowed`: the settings allow pages of the request's origin.
         """
-        if (
-            self._local
-            and not self.requires_keys
-            and (fault := cross_origin_fault(method, headers, allowed)) is not None
-        ):
+        if not self._local or self.requires_keys:
+            return
+        if (fault := cross_origin_fault(method, headers, allowed)) is not None:
             raise ApiError("permission", fault, code="foreign_origin")
+        if not allowed and (fault := form_fault(method, headers)) is not None:
+            raise ApiError("unsupported_media", fault, code="content_type")
 
     def tenant(self, headers: Mapping[str, str], account: Account | None) -> str:
         """The tag of the caller's tenant: the namespace of its caches and stored responses."""

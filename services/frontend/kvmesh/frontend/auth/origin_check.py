@@ -28,9 +28,17 @@ def cross_origin_fault(
         return f"Requests from the origin `{origin}` require API keys; none are configured."
     if headers.get("sec-fetch-site") == "cross-site":
         return "Cross-site requests require API keys; none are configured."
+    return None
+
+
+def form_fault(method: str, headers: Mapping[str, str]) -> str | None:
+    """Reason to refuse a POST that a page of any origin may send without a preflight, as a form."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if method == "POST" and kind in FORM_CONTENT_TYPES:
-        return f"Content type `{kind}` is not accepted without API keys; send application/json."
+        return (
+            f"Content type `{kind}` is not accepted without API keys, since any web page may send"
+            " it; send `Content-Type: application/json` (curl: --json in place of -d)."
+        )
     return None
 
 

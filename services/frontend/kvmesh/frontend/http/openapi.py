@@ -38,7 +38,7 @@ FAULTS = {
     "404": "model, response, pin, prefetch, session or path not found",
     "405": "the path has other methods, which `Allow` lists",
     "413": "the body is too large",
-    "415": "the content coding is none of those that `Accept-Encoding` lists",
+    "415": "a content coding that `Accept-Encoding` does not list, or a form without API keys",
     "429": "rate limit reached or overloaded; wait for `retry-after` seconds",
     "500": "internal server error",
     "503": "no worker or router is available",

@@ -122,6 +122,7 @@ def _slice(
     holders = holders_text(run, of)
     return {
         "name": f"{text}, {holders}" if holders else text,
+        "label": {"formatter": run_name(tree, run)},
         "key": run.key,
         "value": run.weight * tree.block_size,
         "itemStyle": {"color": colours[run_state(run, of)]},

@@ -42,6 +42,7 @@ class EndedRow(NamedTuple):
     prompt_tokens: int
     cached_tokens: int | None
     lost_tokens: int | None
+    lost_for: str
     output_tokens: int
     finish: str
     worker: str
@@ -105,6 +106,7 @@ def ended_rows(requests: Iterable[SeenRequest]) -> list[EndedRow]:
             # an engine that has not counted them reports no tiers
             outcome.cached_tokens if outcome.cached_tiers or outcome.cached_tokens else None,
             outcome.cache.lost if outcome.cache is not None else None,
+            lost_for(outcome.cache),
             outcome.output_tokens,
             outcome.finish,
             outcome.instance,
@@ -188,6 +190,7 @@ RUNNING = RowView(
     ),
     "age_s",
     True,
+    ("tenant", "lost_for"),
 )
 ENDED = RowView(
     "ended requests",
@@ -199,6 +202,7 @@ ENDED = RowView(
         RowColumn("prompt_tokens", "prompt", count_text),
         RowColumn("cached_tokens", "cached", count_text),
         RowColumn("lost_tokens", "lost", count_text),
+        RowColumn("lost_for", "lost for", number=False, wraps=True),
         RowColumn("output_tokens", "output", count_text),
         RowColumn("finish", "finish", number=False),
         RowColumn("worker", "worker", number=False),
@@ -208,6 +212,7 @@ ENDED = RowView(
     ),
     "ended",
     True,
+    ("tenant", "lost_for"),
 )
 TURNS = RowView(
     "turns",

@@ -1,0 +1,36 @@
+"""Flags of other projects name what does the same here."""
+
+import pytest
+
+from kvmesh.cli.main import run
+from kvmesh.cli.references.foreign_flags import FOREIGN
+from kvmesh.settings import options
+
+
+def test_every_option_that_a_foreign_flag_names_exists() -> None:
+    known = {(option.section, option.key) for option in options()}
+    assert {found for found in FOREIGN.values() if not isinstance(found, str)} <= known
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("up --router-replica-sync", "routers always share their state"),
+        ("up --router-snapshot-threshold 9", "here --indexer-snapshot-threshold"),
+        ("router --router-snapshot-threshold 9", "--snapshot-threshold of `kvmesh indexer`"),
+        ("up --kv-overlap-score-weight=1", "here --router-prefill-weight"),
+        ("router --kv-overlap-score-weight 1", "here --prefill-weight"),
+        ("router --router-reset-states", "--reset-states of `kvmesh indexer`"),
+        ("up --router-mode kv", "here --router-policy"),
+        ("worker --kv_cache_block_size 16", "here --block-size"),
+        ("worker --tensor-parallel-size 2", "--vllm-args tensor_parallel_size="),
+        ("up --workerss 2", "did you mean --workers?"),
+    ],
+)
+def test_a_foreign_flag_is_answered(
+    command: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(command.split())
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""Output of commands: the console of standard output and tables that fit it."""

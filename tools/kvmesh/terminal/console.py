@@ -1,0 +1,16 @@
+"""The console of standard output."""
+
+import sys
+
+from rich.console import Console
+
+UNLIMITED = 1_000_000  # columns
+
+
+def stdout_console() -> Console:
+    """The console of standard output, as wide as the terminal; without limit if it is none.
+
+    A pipe or a file thus has each row whole, on one line.
+    """
+    width = None if sys.stdout.isatty() else UNLIMITED
+    return Console(highlight=False, width=width)
