@@ -16,6 +16,8 @@ def expected_tokens(
     A router's overlap has blocks that it predicts: with `announced`, only as many leading blocks
     count, those that the index knows (`PossibleHits.chosen`).
     """
+    if not any(overlap):
+        return [0] * len(overlap)
     left = max(prompt_tokens - 1, 0) // block_size * block_size if block_size else 0
     if announced is not None:
         left = min(left, announced * block_size)
@@ -47,8 +49,9 @@ class ServedTokens:
         self.requests += 1
         self.expected = _sums(self.expected, expected)
         self.served = _sums(self.served, served)
-        self.unexpected += max(sum(served) - max(sum(expected), running), 0)
-        self.missing += max(sum(expected) - sum(served), 0)
+        wanted, found = sum(expected), sum(served)
+        self.unexpected += max(found - max(wanted, running), 0)
+        self.missing += max(wanted - found, 0)
 
     @property
     def difference(self) -> list[int]:

@@ -74,7 +74,8 @@ def class_keys(waits: tuple[str, ...], agent: str, history: TurnHistory) -> list
     output = _octave(history.output_tokens, 4, 10) // 2
     pause = -1 if history.pause_s is None else _octave(history.pause_s, 2, 10) // 2
     steps = ((min(turn, 1), new), (turn, new), (turn, new, output), (turn, new, output, pause))
-    return [*keys, *(ClassKey(waits, agent, each) for each in steps)]
+    keys += [ClassKey(waits, agent, each) for each in steps]
+    return keys
 
 
 def _octave(amount: float, least: int, most: int) -> int:

@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 import json
 import logging
-import secrets
+import math
+import os
 import ssl
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from nats.aio.client import Client, Srv
@@ -109,7 +111,10 @@ class DirectClient(Client):
         self._handlers: dict[int, Handler] = {}
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
         self._requested: dict[str, str] = {}  # subjects of pending requests, by reply subject
-        self._repeated: dict[str, tuple[bytes, asyncio.TimerHandle]] = {}  # by reply subject
+        self._repeated: dict[str, tuple[float, bytes]] = {}  # when sent and what, by reply subject
+        self._due: dict[str, float] = {}  # of pending requests, by reply subject
+        self._check: asyncio.TimerHandle | None = None  # one for all requests
+        self._checks_at = math.inf
         self._inbox = ""
         self.inbox_refused = False  # then no reply arrives, and requests fail at once
         self._error_tasks: set[asyncio.Task[None]] = set()
@@ -243,8 +248,7 @@ class DirectClient(Client):
         self.ended_by = ""
         stream = getattr(self._transport, "_io_writer", None)
         self._writer = getattr(stream, "transport", None)
-        for reply_to in self._repeated:
-            self._publish_again(reply_to)
+        self._repeat_all()
         reader = getattr(self._transport, "_io_reader", None)
         if isinstance(getattr(reader, "_buffer", None), bytearray):
             self._read_directly(reader)
@@ -378,16 +382,18 @@ class DirectClient(Client):
         self._waiting[reply_to] = future
         self._requested[reply_to] = subject
         self._sizes[reply_to] = len(payload)
-        timer = loop.call_later(timeout, self._expire, future)
+        now = loop.time()
+        self._due[reply_to] = now + timeout
         if repeats:
-            self._repeated[reply_to] = payload, loop.call_later(REPEAT_S, self._repeat, reply_to)
+            self._repeated[reply_to] = now, payload
+        self._check_by(now + (min(REPEAT_S, timeout) if repeats else timeout))
         try:
             await self.publish(subject, payload, reply_to, headers)
             return await future
         finally:
-            timer.cancel()
             if repeats:
-                self._repeated.pop(reply_to)[1].cancel()
+                del self._repeated[reply_to]
+            self._due.pop(reply_to, None)
             del self._waiting[reply_to], self._requested[reply_to], self._sizes[reply_to]
 
     def _expire(self, future: "asyncio.Future[Msg]") -> None:
@@ -408,18 +414,41 @@ class DirectClient(Client):
     async def _round_trip(self, timeout: float) -> None:
         await self.flush(timeout)  # type: ignore[arg-type]
 
-    def _repeat(self, reply_to: str) -> None:
-        """Send a request again, and once more later."""
-        payload = self._publish_again(reply_to)
-        timer = self._own_loop.call_later(REPEAT_S, self._repeat, reply_to)
-        self._repeated[reply_to] = payload, timer
+    def _check_by(self, at: float) -> None:
+        """Look at the pending requests at a time, or before it."""
+        if at < self._checks_at:
+            if self._check is not None:
+                self._check.cancel()
+            self._check, self._checks_at = self._own_loop.call_at(at, self._check_all), at
 
-    def _publish_again(self, reply_to: str) -> bytes:
+    def _check_all(self) -> None:
+        """Time out the requests that are due, and repeat those without a reply for REPEAT_S.
+
+        Nearly all have their reply long before: a timer for each would be work for nothing.
+        """
+        now = self._own_loop.time()
+        self._check, self._checks_at = None, math.inf
+        for reply_to in [each for each, due in self._due.items() if due <= now]:
+            del self._due[reply_to]
+            self._expire(self._waiting[reply_to])
+        for reply_to, (sent_at, _) in list(self._repeated.items()):
+            if now - sent_at >= REPEAT_S:
+                self._publish_again(reply_to, now)
+        repeats = (sent_at + REPEAT_S for sent_at, _ in self._repeated.values())
+        self._check_by(min(chain(self._due.values(), repeats), default=math.inf))
+
+    def _repeat_all(self) -> None:
+        """Send all of these requests again: their replies were lost with the connection."""
+        now = self._own_loop.time()
+        for reply_to in self._repeated:
+            self._publish_again(reply_to, now)
+
+    def _publish_again(self, reply_to: str, now: float) -> None:
         """Send the same request; without a connection, that is left to the next one."""
-        payload = self._repeated[reply_to][0]
+        payload = self._repeated[reply_to][1]
+        self._repeated[reply_to] = now, payload
         if not self._waiting[reply_to].done():
             self.try_publish(self._requested[reply_to], payload, reply_to)
-        return payload
 
     @property
     def own_inbox(self) -> str:
@@ -675,4 +704,4 @@ def _header_bytes(headers: dict[str, Any] | None) -> int:
 
 
 def _unguessable() -> str:
-    return secrets.token_hex(12)
+    return os.urandom(12).hex()

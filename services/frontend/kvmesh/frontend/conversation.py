@@ -263,7 +263,7 @@ class GenerateRequest(Struct, kw_only=True):
     @property
     def continues(self) -> bool:
         """True if there are earlier turns."""
-        return any(message.role == "assistant" for message in self.messages)
+        return "assistant" in [message.role for message in self.messages]
 
     @property
     def returns_thinking(self) -> bool:

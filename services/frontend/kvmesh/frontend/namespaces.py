@@ -6,6 +6,7 @@ collided with.
 """
 
 import re
+from functools import lru_cache
 from hashlib import blake2b
 
 from msgspec.structs import replace
@@ -18,6 +19,7 @@ SEPARATOR = "\x1f"
 TAG_BYTES = 16
 KEY_BYTES = 32
 MAX_NAME = 128
+_salt = lru_cache(maxsize=1024)(salt)  # requests of few tenants and models follow each other
 _NAME = re.compile(rf"[!-~]{{1,{MAX_NAME}}}")
 
 
@@ -89,7 +91,7 @@ class TenantNamespaces:
 
     def salt(self, model: str, adapter: str, tenant: str) -> int:
         """The salt of a tenant's prompts; `tenant` is its tag, empty without a tenant."""
-        return salt(model, adapter, tenant, self._key if tenant else b"")
+        return _salt(model, adapter, tenant, self._key if tenant else b"")
 
     def _hash(self, kind: bytes, *fields: str) -> str:
         encoded = [field.encode() for field in fields]

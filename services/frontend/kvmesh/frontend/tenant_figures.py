@@ -54,7 +54,12 @@ class TenantFigures:
     def add(self, tenant: str | None, model: str, use: TenantUse, now: float) -> None:
         """Count a use; `now` is monotonic. None is the public tenant."""
         name = self._name(tenant or PUBLIC, use.prompt_tokens + use.output_tokens, now)
-        self._uses.setdefault(name, {}).setdefault(model, TenantUse()).add(use)
+        models = self._uses.get(name)
+        if models is None:
+            models = self._uses[name] = {}
+        if (total := models.get(model)) is None:
+            total = models[model] = TenantUse()
+        total.add(use)
 
     def series(self) -> Iterator[tuple[str, str, TenantUse]]:
         """Tenant, model and the use counted so far."""

@@ -25,8 +25,8 @@ class TurnMemo:
 
         0 and None if there is none. `step` names all else that the result depends on.
         """
-        earlier, result = self._known.get(step, ((), None))
-        return common(earlier, items), result
+        known = self._known.get(step)
+        return (0, None) if known is None else (common(known[0], items), known[1])
 
     def note(self, step: Hashable, items: Sequence[object], result: object) -> None:
         """Keep the result of a step for the next turn; nobody changes `items` and `result` then."""
@@ -47,7 +47,8 @@ class TurnMemo:
         same, found = self.recall(step, items)
         first: int = same if found is None or found >= same else found
         if first == same:
-            first = next((at for at in range(same, len(items)) if test(items[at])), len(items))
+            while first < len(items) and not test(items[first]):
+                first += 1
         self.note(step, items, first)
         return first
 

@@ -48,6 +48,7 @@ QUEUE_GROUP = "router"
 REPEAT_S = 2.0  # a broken connection is noticed and made again within this time
 LEAVE_S = 1.0  # for refusing the requests in flight
 MAX_FORECASTS = 1024  # in one message
+SHORT_BYTES = 1024  # of the hashes of a prompt whose decision is encoded at once
 MOVED = Refused(code="unavailable", reason="this router is stopping", moved=True)
 _requests = MessageDecoder(RouteRequest)
 
@@ -277,6 +278,9 @@ class ModelRouter:
     def _execute(self, actions: QueueActions) -> None:
         """Publish and reply in one write; decisions follow, so that no reply waits for them.
 
+        That of a lone short prompt leaves with its reply: it is encoded sooner than the server and
+        all readers have woken once more for it.
+
         The stream must have a request's `SeqAdd` before its caller can send the `SeqFree`.
         """
         if actions.events:
@@ -287,9 +291,14 @@ class ModelRouter:
             self._note_wait(ticket)
         if actions.loads:
             self._orders.send(actions.loads)
-        if actions.done and not self._unrecorded:
-            self._loop.call_soon(self._publish_decisions)
+        if not actions.done:
+            return
+        is_first = not self._unrecorded
         self._unrecorded += [each.result for each in actions.done]
+        if is_first and all(map(_is_light, actions.done)):
+            self._publish_decisions()
+        elif is_first:
+            self._loop.call_soon(self._publish_decisions)
 
     def _publish_decisions(self) -> None:
         results, self._unrecorded = self._unrecorded, []
@@ -393,6 +402,11 @@ class ModelRouter:
 def _lookup(request: RouteRequest, done: Done, trace: str = "") -> OverlapLookup:
     session = request.hints.session or ""
     return OverlapLookup(request.sequence_hashes, request.salt, done, trace, session)
+
+
+def _is_light(ticket: Ticket) -> bool:
+    """True if the record of its placement is short, and no others are about to follow."""
+    return ticket.alone and len(ticket.request.sequence_hashes) <= SHORT_BYTES
 
 
 def _epoch() -> float:

@@ -191,10 +191,13 @@ class RouteClient:
         while it was prepared, are here or among the arrivals.
         """
         new, self._new = [query for query in self._new if not query.reply.done()], []
-        if len(new) == 1 and not self.arrivals.any_recent(self._loop.time()):
+        alone = len(new) == 1 and not self.arrivals.any_recent(self._loop.time())
+        if alone:
             new[0].request = replace(new[0].request, alone=True)
         for query in new:
             self._send(query)
+        if alone:  # what earlier requests have left to send needs no write of its own
+            self._events.flush()
 
     def _send(self, query: RouteQuery) -> None:
         """Query the router whose turn it is; refuse if all have declined."""

@@ -68,7 +68,7 @@ class SequenceEventPublisher:
         self._pending: dict[str, list[SeqEvent]] = {}
         self._outcomes: dict[str, list[bytes]] = {}
         self._unsent_outcomes = 0
-        self._due = asyncio.Event()
+        self._due: asyncio.TimerHandle | None = None
         self._recent = RecentFrees()
         self._reconnected = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -81,38 +81,29 @@ class SequenceEventPublisher:
             events.append(event)
         if type(event) is SeqFree:
             self._recent.add(model, event, self._loop.time())
-        self._due.set()
+        self._gather()
 
     def outcome(self, model: str, outcome: Outcome) -> None:
         if self._unsent_outcomes < MAX_PENDING:
             self._outcomes.setdefault(model, []).append(encode(outcome))
             self._unsent_outcomes += 1
-        self._due.set()
+        self._gather()
+
+    def _gather(self) -> None:
+        if self._due is None:
+            self._due = self._loop.call_later(GATHER_S, self.flush)
 
     async def run(self) -> None:
-        """Publish until cancelled."""
+        """Publish the recent frees again after each reconnect, until the stream has them."""
         self._bus.on_reconnect.append(self._reconnected.set)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._publish(), name="publish sequence events")
-                tasks.create_task(self._repeat(), name="repeat sequence events")
+            while True:
+                await self._reconnected.wait()
+                backoff = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
+                while not await self._stored():
+                    await asyncio.sleep(backoff.delay())
         finally:
             self._bus.on_reconnect.remove(self._reconnected.set)
-
-    async def _publish(self) -> None:
-        while True:
-            await self._due.wait()
-            await asyncio.sleep(GATHER_S)
-            self._due.clear()
-            self.flush()
-
-    async def _repeat(self) -> None:
-        """Publish the recent frees again after each reconnect, until the stream has them."""
-        while True:
-            await self._reconnected.wait()
-            backoff = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
-            while not await self._stored():
-                await asyncio.sleep(backoff.delay())
 
     async def _stored(self) -> bool:
         """Store the recent frees; returns whether all were stored."""
@@ -135,6 +126,9 @@ class SequenceEventPublisher:
 
     def flush(self) -> None:
         """Publish pending events now."""
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
         pending, self._pending = self._pending, {}
         outcomes, self._outcomes, self._unsent_outcomes = self._outcomes, {}, 0
         packs = self._directory is not None and self._directory.packs

@@ -96,7 +96,7 @@ class LastPrompts:
         prompts = self._stored(key)
         for index, prompt in enumerate(prompts):
             if prompt.request == request:
-                self._put(key, (*prompts[:index], change(prompt), *prompts[index + 1 :]))
+                self._replace(key, (*prompts[:index], change(prompt), *prompts[index + 1 :]))
                 return
 
     def earlier(self, model: str, session: str, prompt: SessionPrompt) -> SessionPrompt | None:
@@ -177,13 +177,20 @@ class LastPrompts:
         return () if sessions is None else sessions.peek(key) or ()
 
     def _put(self, key: SessionKey, prompts: tuple[SessionPrompt, ...]) -> None:
-        sessions = self._sessions.setdefault(
-            session_owner(key.session), LruCache(sys.maxsize, _size)
-        )
-        self._forget_requests(sessions.peek(key) or ())
+        self._forget_requests(self._stored(key))
+        for prompt in prompts:
+            if prompt.request:
+                self._of_request[prompt.request] = key
+        self._replace(key, prompts)
+
+    def _replace(self, key: SessionKey, prompts: tuple[SessionPrompt, ...]) -> None:
+        """Store the prompts of a session in place of those of the same requests."""
+        owned_by = session_owner(key.session)
+        sessions = self._sessions.get(owned_by)
+        if sessions is None:
+            sessions = self._sessions[owned_by] = LruCache(sys.maxsize, _size)
         before = sessions.size
         sessions.put(key, prompts)
-        self._of_request.update((p.request, key) for p in prompts if p.request)
         self._bytes += sessions.size - before
         while self._bytes > self._limit:
             self._evict(max(self._sessions, key=lambda owner: self._sessions[owner].size))
@@ -246,12 +253,13 @@ def _worth(prompt: SessionPrompt) -> tuple[bool, bool]:
 
 
 def _size(_key: SessionKey, prompts: tuple[SessionPrompt, ...]) -> int:
-    return sum(map(_bytes, prompts))
+    return _bytes(prompts[0]) if len(prompts) == 1 else sum(map(_bytes, prompts))
 
 
 def _bytes(prompt: SessionPrompt) -> int:
     size, parts = ENTRY_BYTES + len(prompt.tokens) + len(prompt.output), prompt.parts
     if parts is None:
         return size
-    names = NAME_BYTES * len(parts.tools) + sum(map(len, parts.tools))
-    return size + names + len(parts.tool_hashes) + len(parts.messages)
+    size += len(parts.tool_hashes) + len(parts.messages)
+    tools = parts.tools
+    return size + NAME_BYTES * len(tools) + sum(map(len, tools)) if tools else size

@@ -14,6 +14,7 @@ import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+Utf8Decoder = codecs.getincrementaldecoder("utf-8")  # looked up once, not for each answer
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # for characters that SentencePiece lacks
 
 
@@ -56,7 +57,7 @@ class ByteDetokenizer:
 
     def __init__(self, table: ByteTable) -> None:
         self._table = table.table
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = Utf8Decoder("replace")
         self._decode = self._decoder.decode
 
     def feed(self, ids: list[int]) -> str:

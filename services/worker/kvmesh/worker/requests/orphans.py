@@ -38,6 +38,7 @@ class OrphanedRequests:
         self._active_frontends = active_frontends
         self._abandon = abandon
         self._left: set[str] = set()
+        self._any_left = asyncio.Event()
         self._directory = Directory(bus, limits, self._on_joined, self._on_left, Role.FRONTEND)
         self._task: asyncio.Task[None] | None = None
 
@@ -56,9 +57,13 @@ class OrphanedRequests:
 
     def _on_left(self, card: Instance) -> None:
         self._left.add(card.instance)
+        self._any_left.set()
 
     async def _run(self) -> None:
         while True:
+            if not self._left:
+                self._any_left.clear()
+                await self._any_left.wait()
             await next_tick(CHECK_S)
             active = self._active_frontends()
             self._left &= active

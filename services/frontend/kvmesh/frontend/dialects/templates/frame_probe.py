@@ -149,7 +149,7 @@ def probed(request: GenerateRequest, ends: frozenset[str], today: datetime.date)
 
 def shows_tools(request: GenerateRequest) -> bool:
     """True if the prompt lists tools."""
-    return any(not tool.deferred for tool in request.tools)
+    return bool(request.tools) and any(not tool.deferred for tool in request.tools)
 
 
 def _start(request: GenerateRequest, after_result: bool) -> list[Message]:
