@@ -9,7 +9,7 @@ def counts(malformed: int = 0, odd_size: int = 0, **dropped: int) -> LedgerCount
         rank=1,
         block_size=16,
         kept=[5, 0, 0, 0],
-        dropped=dropped,
+        dropped={reason: [blocks, 0, 0, 0] for reason, blocks in dropped.items()},
         malformed=malformed,
         last_error="malformed KV event: TypeError('x')",
         odd_size=odd_size,

@@ -31,7 +31,8 @@ class EventLosses:
 
 
 def _losses(counts: LedgerCounts) -> Iterator[tuple[str, int, str]]:
-    for reason, count in counts.dropped.items():
+    for reason, tiers in counts.dropped.items():
+        count = sum(tiers)
         if reason == "block_size":
             yield (
                 *(reason, count),
