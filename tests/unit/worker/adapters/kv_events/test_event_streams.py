@@ -38,7 +38,7 @@ from kvmesh.worker.engines.trtllm.events import EventReader
 DRAFT = {"one block more", "nearer"}
 MORE = {"one block more", "more"}
 LIMITS: dict[str, tuple[set[str], str | None]] = {
-    "lmcache-in-process": (MORE, None),
+    "lmcache-in-process": (MORE | {"less"}, "unplaced"),
     "lmcache-multi-process": (MORE, None),
     "sglang-draft": (DRAFT, "draft"),
     "sglang-draft-pages-of-one": (DRAFT, "draft"),

@@ -78,10 +78,15 @@ def _add_offloading(config: Any, ours: set[str]) -> bool:
 
 
 def _report_tiers(config: Any, ours: set[str]) -> None:
-    """Put kvmesh's `MultiConnector` in the place of vLLM's if one of its connectors is kvmesh's."""
+    """Put kvmesh's `MultiConnector` in the place of vLLM's if one of its connectors is kvmesh's.
+
+    Offloading beside it describes its blocks.
+    """
     transfer = config.kv_transfer_config
     if transfer is not None and transfer.kv_connector == MULTI and _has_any(config, ours):
         transfer.kv_connector_module_path = transfer.kv_connector_module_path or MULTI_MODULE
+        extra, given = transfer.kv_connector_extra_config, connectors_of(transfer_config_of(config))
+        transfer.kv_connector_extra_config = {**extra, "connectors": described(given)}
 
 
 def _has_any(config: Any, ours: set[str]) -> bool:
