@@ -6,8 +6,9 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.index_events import apply_to_index
 
-from kvmesh.bus.messages import Cleared, KvEvent, Removed, Sampling, Stored, Work
+from kvmesh.bus.messages import Sampling, Stored, Work
 from kvmesh.hashing import block_hashes, salt
 from kvmesh.index import create_index
 from kvmesh.worker.adapters.kv_events import ledger
@@ -38,19 +39,7 @@ class Book:
 
     def apply(self, *events: CacheEvent) -> None:
         for event in self.ledger.apply(events):
-            self._to_index(event)
-
-    def _to_index(self, event: KvEvent) -> None:
-        if isinstance(event, Cleared):
-            self.index.clear(0, event.tier)
-        elif isinstance(event, Removed):
-            self.index.remove(0, event.tier, event.engine)
-        elif event.previous is not None:
-            self.index.attach(0, event.tier, event.previous, event.engine, event.local)
-        else:
-            assert self.index.store(
-                0, event.tier, event.parent, event.engine, event.local, event.salt
-            )
+            apply_to_index(self.index, event)
 
     def tokens(self, prompt: list[int], seed: int = PLAIN) -> list[int]:
         """Leading tokens of a prompt by the tier in which the index has them."""
@@ -267,7 +256,7 @@ def test_the_index_is_what_the_tiers_hold(actions: list[tuple[str, int]], random
                     del held[tier][gone]
     rebuilt = Book()
     for change in book.ledger.dump():
-        rebuilt._to_index(change)
+        apply_to_index(rebuilt.index, change)
     for prompt in PROMPTS:
         for seed in SEEDS:
             hashes = names(prompt, seed)
