@@ -129,7 +129,7 @@ class PlainEngineBlocks:
         if len(self._recent) > self._limit:
             self._recent.popitem(last=False)
 
-    def _extend(self, runs: list[list[int]], name: int) -> None:
+    def _extend(self, runs: list[Placed], name: int) -> None:
         parent = self._positions[name][0]
         if runs and parent is not None and parent == runs[-1][0][-1]:
             runs[-1][0].append(name)

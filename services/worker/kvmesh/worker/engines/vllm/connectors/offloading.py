@@ -9,14 +9,14 @@ from typing import Any
 
 from kvmesh.worker.engines.vllm.transfer_config import connectors_of
 
+_Config = dict[str, Any]
 SIZE, BACKEND = "kv_offloading_size", "kv_offloading_backend"
 NATIVE, SIMPLE, LMCACHE = "OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheMPConnector"
 BYTES, DESCRIBED, LAZY = "cpu_bytes_to_use", "self_describing_kv_events", "lazy_offload"
 BACKENDS = ("native", "lmcache")
 EXTRA, SECONDARY = "kv_connector_extra_config", "secondary_tiers"
-_EVENTS = {"enable_kv_events": True}
-_TOLD = {"fs": _EVENTS, "obj": {**_EVENTS, "locality": "REMOTE"}}
-_Config = dict[str, Any]
+_EVENTS: _Config = {"enable_kv_events": True}
+_TOLD: dict[str, _Config] = {"fs": _EVENTS, "obj": {**_EVENTS, "locality": "REMOTE"}}
 
 
 def with_offloading(
@@ -58,7 +58,7 @@ def _described(extra: _Config) -> _Config:
     found = {DESCRIBED: True, **extra}
     if tiers := extra.get(SECONDARY):
         found[SECONDARY] = [
-            {**_TOLD.get(tier.get("type"), {}), **tier} if isinstance(tier, dict) else tier
+            {**_TOLD.get(str(tier.get("type")), {}), **tier} if isinstance(tier, dict) else tier
             for tier in tiers
         ]
     return found
