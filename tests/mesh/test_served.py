@@ -160,7 +160,7 @@ async def test_undecodable_messages_are_counted_and_cause_no_dump(
     async def found() -> bool:
         faults = await findings(mesh)
         [events] = faults["caches"]
-        assert "50 dropped (malformed)" in events
+        assert "50 messages malformed" in events
         assert "engine memory 0 kept" not in events
         [warning] = faults["warnings"]
         assert "cannot be decoded" in warning
