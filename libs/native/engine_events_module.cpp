@@ -21,19 +21,27 @@ nb::object as_list(const std::vector<uint64_t>& values) {
   return made;
 }
 
-nb::bytes packed_tokens(nb::handle raw) {
+// The result of a function that raises ValueError, without a C++ exception.
+nb::object invalid(const char* fault) {
+  PyErr_SetString(PyExc_ValueError, fault);
+  return {};
+}
+
+nb::object packed_tokens(nb::handle raw) {
   const View view(raw);
   TokenColumn column(view.data(), view.size());
   const auto size = static_cast<Py_ssize_t>(4 * column.count());
   nb::object bytes = nb::steal(PyBytes_FromStringAndSize(nullptr, size));
   if (!bytes.is_valid()) throw nb::python_error();
   column.read(reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(bytes.ptr())));
-  return nb::borrow<nb::bytes>(bytes);
+  return column.fault() == nullptr ? bytes : invalid(column.fault());
 }
 
 nb::object folded_hashes(nb::handle raw) {
   const View view(raw);
-  return as_list(read_hashes(view.data(), view.size()));
+  Names hashes;
+  const char* const fault = read_hashes(view.data(), view.size(), hashes);
+  return fault == nullptr ? as_list(hashes) : invalid(fault);
 }
 
 Names names_of(nb::list list) {

@@ -5,11 +5,12 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
-#include <stdexcept>
 #include <vector>
 
 namespace kvmesh {
 
+// A fault is remembered and not thrown, since to throw costs more than to read a message: what
+// follows it reads as zeros.
 class MsgpackReader {
  public:
   MsgpackReader(const uint8_t* data, size_t size) : at_(data), end_(data + size) {}
@@ -20,7 +21,7 @@ class MsgpackReader {
     if ((type & 0xF0) == 0x90) return checked(type & 0x0F);
     if (type == 0xDC) return checked(big_endian(2));
     if (type == 0xDD) return checked(big_endian(4));
-    throw std::invalid_argument("expected an array");
+    return fail("expected an array");
   }
   bool is_array() const {
     return at_ != end_ && ((*at_ & 0xF0) == 0x90 || *at_ == 0xDC || *at_ == 0xDD);
@@ -46,11 +47,19 @@ class MsgpackReader {
     if (type == 0xC6) return digest(big_endian(4));
     return integer(type);
   }
-  void end() const {
-    if (at_ != end_) throw std::invalid_argument("bytes follow the array");
+  void end() {
+    if (at_ != end_) fail("bytes follow the array");
+  }
+  // The first fault; null if there is none.
+  const char* fault() const { return fault_; }
+  uint8_t fail(const char* what) {
+    if (fault_ == nullptr) fault_ = what;
+    at_ = end_;
+    return 0;
   }
 
  private:
+  static constexpr const char* CUT_OFF = "the array is cut off";
   static constexpr size_t LONGEST = 9;  // bytes of an integer
   static constexpr uint8_t INVALID = 0xFF;
   // Bytes that follow the type of an unsigned integer of at most 32 bits.
@@ -63,18 +72,13 @@ class MsgpackReader {
     return sizes;
   }();
 
-  static uint32_t checked_token(uint64_t value) {
-    if (value > UINT32_MAX) throw std::invalid_argument("a token id is not a uint32");
+  uint32_t checked_token(uint64_t value) {
+    if (value > UINT32_MAX) return fail("a token id is not a uint32");
     return static_cast<uint32_t>(value);
   }
-  uint8_t byte() {
-    if (at_ == end_) throw std::invalid_argument("the array is cut off");
-    return *at_++;
-  }
+  uint8_t byte() { return at_ == end_ ? fail(CUT_OFF) : *at_++; }
   uint64_t big_endian(size_t bytes) {
-    if (static_cast<size_t>(end_ - at_) < bytes) {
-      throw std::invalid_argument("the array is cut off");
-    }
+    if (static_cast<size_t>(end_ - at_) < bytes) return fail(CUT_OFF);
     uint64_t value = 0;
     for (size_t i = 0; i < bytes; ++i) value = value << 8 | *at_++;
     return value;
@@ -92,27 +96,23 @@ class MsgpackReader {
       case 0xD1: return static_cast<uint64_t>(static_cast<int16_t>(big_endian(2)));
       case 0xD2: return static_cast<uint64_t>(static_cast<int32_t>(big_endian(4)));
       case 0xD3: return big_endian(8);
-      default: throw std::invalid_argument("expected an integer");
+      default: return fail("expected an integer");
     }
   }
   uint64_t digest(size_t size) {
-    if (static_cast<size_t>(end_ - at_) < size) {
-      throw std::invalid_argument("the array is cut off");
-    }
+    if (static_cast<size_t>(end_ - at_) < size) return fail(CUT_OFF);
     const size_t used = size < 8 ? size : 8;
     at_ += size - used;
     return big_endian(used);
   }
   // Each element has at least a byte: a length beyond the rest would only claim memory.
-  size_t checked(size_t count) const {
-    if (count > static_cast<size_t>(end_ - at_)) {
-      throw std::invalid_argument("the array is cut off");
-    }
-    return count;
+  size_t checked(size_t count) {
+    return count > static_cast<size_t>(end_ - at_) ? fail(CUT_OFF) : count;
   }
 
   const uint8_t* at_;
   const uint8_t* end_;
+  const char* fault_ = nullptr;
 };
 
 // Token ids, or the first of each pair of neighbours.
@@ -121,11 +121,12 @@ class TokenColumn {
   TokenColumn(const uint8_t* data, size_t size) : reader_(data, size), count_(reader_.array()) {}
 
   size_t count() const { return count_; }
+  const char* fault() const { return reader_.fault(); }
   // Writes `count` uint32.
   void read(uint8_t* out) {
     const bool pairs = count_ != 0 && reader_.is_array();
     for (size_t i = 0; i < count_; ++i) {
-      if (pairs && reader_.array() != 2) throw std::invalid_argument("expected pairs of tokens");
+      if (pairs && reader_.array() != 2) reader_.fail("expected pairs of tokens");
       const uint32_t token = reader_.token();
       if (pairs) reader_.token();
       std::memcpy(out + 4 * i, &token, sizeof token);
@@ -138,12 +139,13 @@ class TokenColumn {
   size_t count_;
 };
 
-inline std::vector<uint64_t> read_hashes(const uint8_t* data, size_t size) {
+// Block hashes; null, or the fault for which there are none.
+inline const char* read_hashes(const uint8_t* data, size_t size, std::vector<uint64_t>& hashes) {
   MsgpackReader reader(data, size);
-  std::vector<uint64_t> hashes(reader.array());
+  hashes.resize(reader.array());
   for (uint64_t& hash : hashes) hash = reader.hash();
   reader.end();
-  return hashes;
+  return reader.fault();
 }
 
 }  // namespace kvmesh

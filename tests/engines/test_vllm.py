@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import shutil
 import signal
 import threading
 from collections.abc import AsyncIterator
@@ -89,8 +90,14 @@ async def test_events_under_random_load_predict_cached_tokens(started: VllmRun) 
 async def test_clear_empties_the_cache_once_no_request_uses_it(started: VllmRun) -> None:
     started.engine.submit(work("a", prompt(100), max_tokens=200))
     await eventually(lambda: started.held_hashes)
-    await started.engine.clear(Clear())
+    outcome = await started.engine.clear(Clear())
+    assert "clear again once they end" in outcome.kept[0]
     await started.ended("a")
+
+    async def is_cleared() -> bool:
+        return not (await started.engine.clear(Clear())).kept
+
+    await eventually(is_cleared, what="no request uses the blocks")
     await eventually(lambda: not started.held_hashes)
 
 
@@ -189,6 +196,15 @@ async def test_the_load_has_the_batch_and_the_prefill_steps(started: VllmRun) ->
 async def test_a_folder_without_a_model_fails_the_start(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="vLLM failed to start"):
         await VllmRun.start(tmp_path)
+
+
+async def test_a_folder_without_weights_fails_the_start_by_the_error_of_the_process_that_loads(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    without = tmp_path / "without weights"
+    shutil.copytree(tiny_model, without, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(EngineError, match="failed to start: RuntimeError: Cannot find any model w"):
+        await VllmRun.start(without)
 
 
 async def test_an_unknown_argument_fails_the_start(tiny_model: Path) -> None:

@@ -106,6 +106,7 @@ async def test_a_cleared_prompt_is_loaded_from_the_block_manager(run: VllmRun) -
         return run.sink.cached("again") == 4 * SIZE
 
     await eventually(is_loaded, what="all full blocks are loaded")
+    assert sum(run.sink.tiers("again")[1:]) == 4 * SIZE
     engine = run.engine
     assert isinstance(engine, Tiered)
 

@@ -67,6 +67,8 @@ async def test_the_switch_works_beside_the_plugin_s_flag(
         await eventually(partial(sink.finish, str(number)), what="the answer")
         await eventually(lambda: hashes <= sink.sequences_below(HOST), what="the host's blocks")
     assert sink.cached("5") == 5 * SIZE
+    assert sink.tiers("5")[:2] == [0, 5 * SIZE]
+    assert sink.tiers("0")[0] == sum(sink.tiers("0"))
     assert sink.tokens("5") == sink.tokens("0")
     assert isinstance(engine, Tiered)
     expected = TierCounts(loaded=[0, 5, 0, 0])

@@ -8,6 +8,7 @@ from kvmesh.index import TIERS
 
 Run = tuple[int | None, bytes, bytes, int, int | None]
 Moved = list[tuple[int, bytes, list[Run]]]
+Placed = tuple[list[int], bool]  # names of a run; its parent was held when the run began
 
 
 def packed(values: list[int]) -> bytes:
@@ -67,7 +68,7 @@ class PlainEngineBlocks:
             chain.append((name, position))
             parent, salt = name, position[3]
         moved = [] if tier else self._correct(chain)
-        runs: list[list[int]] = []
+        runs: list[Placed] = []
         for name, position in chain:
             self._recent.pop(name, None)
             self._positions[name] = position
@@ -75,7 +76,7 @@ class PlainEngineBlocks:
         return [self._run(run) for run in runs], moved
 
     def hold(self, tier: int, names: list[int], again: bool = True) -> list[Run]:
-        runs: list[list[int]] = []
+        runs: list[Placed] = []
         for name in names:
             if name in self._recent:
                 self._positions[name] = self._recent.pop(name)
@@ -107,13 +108,13 @@ class PlainEngineBlocks:
         published: set[int] = set()
         tiers = []
         for held in self._copies:
-            runs: list[list[int]] = []
+            runs: list[Placed] = []
             for name in [name for name in self._positions if name in held]:
                 self._extend(runs, name)
             tiers.append([self._attached(run, published) for run in runs])
         return tiers
 
-    def _add(self, tier: int, name: int, again: bool, runs: list[list[int]]) -> None:
+    def _add(self, tier: int, name: int, again: bool, runs: list[Placed]) -> None:
         if not self._copies[tier][name]:
             self._copies[tier][name] = 1
             self._kept[tier] += 1
@@ -128,25 +129,27 @@ class PlainEngineBlocks:
         if len(self._recent) > self._limit:
             self._recent.popitem(last=False)
 
-    def _extend(self, runs: list[list[int]], name: int) -> None:
+    def _extend(self, runs: list[Placed], name: int) -> None:
         parent = self._positions[name][0]
-        if runs and parent is not None and parent == runs[-1][-1]:
-            runs[-1].append(name)
+        if runs and parent is not None and parent == runs[-1][0][-1]:
+            runs[-1][0].append(name)
         else:
-            runs.append([name])
+            runs.append(([name], parent in self._positions))
 
-    def _run(self, names: list[int]) -> Run:
+    def _run(self, run: Placed) -> Run:
+        names, follows_held = run
         parent, previous, _, _ = self._positions[names[0]]
         engine, local = packed(names), packed([self._positions[name][2] for name in names])
         if parent is None:
             return None, engine, local, previous, None
-        if parent in self._positions:
+        if follows_held:
             return parent, engine, local, 0, None
         return None, engine, local, 0, previous
 
-    def _attached(self, names: list[int], published: set[int]) -> Run:
+    def _attached(self, run: Placed, published: set[int]) -> Run:
         """A run for a reader that knows what is published."""
-        parent, engine, local, salt, previous = self._run(names)
+        names = run[0]
+        parent, engine, local, salt, previous = self._run(run)
         if parent is not None and parent not in published:
             parent, previous = None, self._positions[names[0]][1]
         published.update(names)
@@ -174,7 +177,7 @@ class PlainEngineBlocks:
         found: Moved = []
         for tier, held in enumerate(self._copies):
             names = [name for name in moved if name in held]
-            runs: list[list[int]] = []
+            runs: list[Placed] = []
             for name in names:
                 self._extend(runs, name)
             if names:

@@ -22,6 +22,7 @@ class Recorder:
     below: dict[int, set[int]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     removed: int = 0
+    clears: int = 0
     reasons: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
     lost_events: int = 0
     errors: list[EngineError] = field(default_factory=list)
@@ -36,6 +37,7 @@ class Recorder:
     def events(self, rank: int, events: list[KvEvent]) -> None:
         for event in events:
             if isinstance(event, Cleared):
+                self.clears += 1
                 self.held[rank] = set()
                 self.below.clear()
                 continue

@@ -1,8 +1,9 @@
 """Compose streams of engines that do not run here: `python -m support.event_streams.made_by_hand`.
 
 LMCache 0.5.6 (`v1/cache_engine.py`, `integration/vllm/vllm_multi_process_adapter.py`) announces
-chunks of 256 tokens: in vLLM's process with the token after each and no removals, in its own
-process with removals. TensorRT-LLM's events have the form of `KVCacheEventSerializer`.
+chunks of 256 tokens: in vLLM's process with the token after each, no removals, and no parent of a
+chunk that continues what an earlier call has stored; in its own process with removals.
+TensorRT-LLM's events have the form of `KVCacheEventSerializer`.
 """
 
 import json
@@ -52,7 +53,7 @@ def lmcache(in_process: bool) -> None:
     )
     random, held = Random(1), dict[int, Any]()
     for _ in range(40):
-        tokens, events = prompts(random, CHUNK), list[dict[str, Any]]()
+        tokens, events, before = prompts(random, CHUNK), list[dict[str, Any]](), 0
         for start in range(0, len(tokens) - CHUNK + 1, CHUNK):
             end = start + CHUNK
             if (chunk := name(tokens[:end])) not in held:
@@ -61,7 +62,7 @@ def lmcache(in_process: bool) -> None:
                     {
                         "type": "BlockStored",
                         "block_hashes": [chunk],
-                        "parent_block_hash": name(tokens[:start]) if start else None,
+                        "parent_block_hash": _parent(tokens[:start], before, in_process),
                         "token_ids": tokens[start : end + in_process],
                         "block_size": CHUNK,
                         "lora_id": None,
@@ -69,6 +70,7 @@ def lmcache(in_process: bool) -> None:
                         "lora_name": None,
                     }
                 )
+                before = chunk
         if held and not in_process and random.random() < 0.4:
             gone = random.choice(sorted(held))
             del held[gone]
@@ -78,6 +80,13 @@ def lmcache(in_process: bool) -> None:
             asked = prompts(random, CHUNK)
             writer.lookup(asked, PLAIN.salt, 0, leading(asked, CHUNK, held))
     print(writer.write().name)
+
+
+def _parent(tokens: list[int], before: int, in_process: bool) -> int | None:
+    """The parent that an event names; in vLLM's process that of the call before, or 0."""
+    if not tokens:
+        return None
+    return before if in_process else name(tokens)
 
 
 class TensorRtCache:

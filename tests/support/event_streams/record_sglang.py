@@ -79,16 +79,15 @@ def record(
         tenants=keys is TENANTS,
     )
     random = Random(seed)
-    for life in range(lives):
-        if life:
-            writer.restart()
+
+    def live() -> None:
         small = SmallCache(writer, tokens=48 * page, page=page, **cache)
         if prepare is not None:
             prepare(small)
         Life(small, random, list(keys), page).live(operations, every, asked)
         small.close()
-    path = writer.write()
-    print(f"{path.name}: {len(writer.stream.steps)} steps, {path.stat().st_size} bytes")
+
+    writer.record(lives, live)
 
 
 def main() -> None:

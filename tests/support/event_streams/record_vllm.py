@@ -101,14 +101,13 @@ class Recorder:
             tenants=keys is TENANTS,
         )
         random = Random(seed)
-        for life in range(lives):
-            if life:
-                writer.restart()
+
+        def live() -> None:
             small = SmallScheduler(writer, self.model, list(groups) or [FULL], **cache)
             Life(small, random, keys).live(rounds, asked, resets, **(request or {}))
             small.close()
-        path = writer.write()
-        print(f"{path.name}: {len(writer.stream.steps)} steps, {path.stat().st_size} bytes")
+
+        writer.record(lives, live)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,15 @@ class StreamWriter:
             self.stream.prompts.append(packed)
         row = [*tiers, 0, 0, 0, 0][:4]
         self.stream.steps.append(Lookup(number, salt, row))
+
+    def record(self, lives: int, live: Callable[[], None]) -> None:
+        """Write the stream of so many lives of a cache, which restarts before each further one."""
+        for number in range(lives):
+            if number:
+                self.restart()
+            live()
+        path = self.write()
+        print(f"{path.name}: {len(self.stream.steps)} steps, {path.stat().st_size} bytes")
 
     def write(self) -> Path:
         """Write the stream to its file, the same bytes for the same steps."""

@@ -1,7 +1,7 @@
 """Columns of fleet, sessions and tenants, for terminals and pages: order and text. Pure."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -17,6 +17,14 @@ PARTS = {"weights": "weights from", "code": "code from"}  # of a start, with the
 def count_text(value: int | None) -> str:
     """A number with separators; empty if unknown."""
     return "" if value is None else f"{value:,}"
+
+
+def tiers_text(value: Sequence[int] | None) -> str:
+    """Numbers by tier, without those that are 0 at the end; empty if unknown."""
+    if value is None:
+        return ""
+    used = max((tier for tier, number in enumerate(value) if number), default=0) + 1
+    return " + ".join(map(count_text, value[:used]))
 
 
 def signed_text(value: int | None) -> str:
@@ -180,7 +188,7 @@ CACHES = RowView(
         RowColumn("remote_difference", "remote", signed_text),
         RowColumn("unexpected_tokens", "not expected", count_text),
         RowColumn("missing_tokens", "missing", count_text),
-        RowColumn("kept_blocks", "kept events", count_text),
+        RowColumn("kept_blocks", "kept events", tiers_text),
         RowColumn("dropped_blocks", "dropped", number=False),
     ),
     "unexpected_tokens",

@@ -243,15 +243,17 @@ class ControlReply(Struct, frozen=True):
 class RankEvents(Struct, frozen=True, kw_only=True):
     """KV events of one rank's engine since the start, in blocks.
 
-    `kept` reached the index, by tier; `dropped` could not, by reason; `unplaced` wait for an event
-    that says what precedes them. `malformed` counts messages that could not be decoded.
+    `kept` reached the index, by tier; `lost` could not, by reason and tier; `unplaced` wait for an
+    event that says what precedes them. `malformed` counts messages that could not be decoded.
+    `limits` names what the index cannot know of the engine: `draft` or `windows`.
     """
 
     rank: int
     kept: list[int]
-    dropped: dict[str, int] = {}
+    lost: dict[str, list[int]] = {}
     unplaced: int = 0
     malformed: int = 0
+    limits: list[str] = []
 
 
 class EventReport(Struct, frozen=True):

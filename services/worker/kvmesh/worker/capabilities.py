@@ -257,9 +257,10 @@ def event_report(engine: Engine) -> EventReport:
             RankEvents(
                 rank=counts.rank,
                 kept=counts.kept,
-                dropped=counts.dropped,
+                lost=counts.dropped,
                 unplaced=counts.unplaced,
                 malformed=counts.malformed,
+                limits=counts.limits,
             )
             for counts in ranks
         ]

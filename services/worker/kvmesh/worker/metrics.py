@@ -230,7 +230,7 @@ class EventCollector(Collector):
             "blocks of the engine's KV events that the index cannot have: of another block_size,"
             " without as many tokens, of unknown_position (no event said what precedes them), below"
             " an engine that was reset, or the oldest of those never_removed",
-            labels=[*_RANK, "reason"],
+            labels=[*_RANK, "reason", "tier"],
         )
         malformed = CounterMetricFamily(
             "kvmesh_worker_event_malformed_messages",
@@ -255,8 +255,10 @@ class EventCollector(Collector):
                 limits.add_metric([*rank, limit], 1)
             for tier, blocks in enumerate(counts.kept):
                 kept.add_metric([*rank, str(tier)], blocks)
-            for reason, blocks in sorted(counts.dropped.items()):
-                dropped.add_metric([*rank, reason], blocks)
+            for reason, tiers in sorted(counts.dropped.items()):
+                for tier, blocks in enumerate(tiers):
+                    if blocks:
+                        dropped.add_metric([*rank, reason, str(tier)], blocks)
             malformed.add_metric(rank, counts.malformed)
             unplaced.add_metric(rank, counts.unplaced)
         yield from (kept, dropped, malformed, unplaced, limits)

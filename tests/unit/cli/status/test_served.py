@@ -158,19 +158,30 @@ def test_an_empty_ledger_of_an_engine_that_serves_cached_tokens_is_a_fault() -> 
 
 def test_events_are_told_by_medium_and_reason() -> None:
     ranks = [
-        RankEvents(rank=0, kept=[800, 0, 0, 0], dropped={"tokens": 600}),
-        RankEvents(rank=1, kept=[12, 0, 0, 0], dropped={"tokens": 40}, malformed=3),
+        RankEvents(rank=0, kept=[800, 0, 0, 0], lost={"tokens": [600, 0, 0, 0]}),
+        RankEvents(rank=1, kept=[12, 0, 0, 0], lost={"tokens": [0, 40, 0, 0]}, malformed=3),
     ]
     expected = (
-        "events by medium: engine memory 812 kept; 640 dropped (tokens), 3 dropped (malformed)"
+        "events by medium: engine memory 812 kept, 600 dropped (tokens); host memory 0 kept,"
+        " 40 dropped (tokens); 3 messages malformed"
     )
     assert texts(cache(1, 0, 0, *ranks)) == [expected]
-    few = RankEvents(rank=0, kept=[800, 10, 0, 0], dropped={"tokens": 1})
+    few = RankEvents(rank=0, kept=[800, 10, 0, 0], lost={"tokens": [0, 1, 0, 0]})
     assert texts(cache(1, 0, 0, few)) == []
     [note] = texts(cache(1, 0, 0, few), severity="note")
     assert (
-        note == "events by medium: engine memory 800 kept, host memory 10 kept; 1 dropped (tokens)"
+        note == "events by medium: engine memory 800 kept; host memory 10 kept, 1 dropped (tokens)"
     )
+
+
+def test_what_the_index_cannot_know_is_told_with_its_cause() -> None:
+    rank = RankEvents(rank=0, kept=[800, 0, 0, 0], limits=["draft", "windows", "new"], unplaced=7)
+    notes = texts(cache(1, 0, 0, rank), severity="note")
+    assert notes[0] == "7 blocks wait for a KV event that says what precedes them"
+    assert "has a draft model" in notes[1]
+    assert "(limit windows)" in notes[3]
+    assert "limit new" in notes[2]
+    assert texts(cache(1, 0, 0, rank)) == []
 
 
 def test_a_wrong_index_shows_in_what_is_served() -> None:
@@ -184,12 +195,14 @@ def test_a_wrong_index_shows_in_what_is_served() -> None:
 
 
 def test_rows_of_workers_without_prompts_or_events() -> None:
-    events = {"x": [RankEvents(rank=0, kept=[5, 0, 0, 0])], "mock": []}
+    lost = {"reset": [0, 3, 0, 0]}
+    events = {"x": [RankEvents(rank=0, kept=[5, 0, 0, 0], lost=lost, malformed=2)], "mock": []}
     total = ServedTokens()
     total.add([32], [16, 32])
     rows = {row.instance: row for row in cache_rows({"y": total}, events)}
     assert rows.keys() == {"x", "y"}
-    assert (rows["x"].kept_blocks, rows["x"].prompts) == (5, 0)
+    assert (rows["x"].kept_blocks, rows["x"].prompts) == ([5, 0, 0, 0], 0)
+    assert rows["x"].dropped_blocks == "3 reset (host memory), 2 malformed"
     y = rows["y"]
     assert (y.engine_difference, y.host_difference, y.unexpected_tokens) == (-16, 32, 16)
     assert y.kept_blocks is None

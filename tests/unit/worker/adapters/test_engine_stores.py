@@ -23,7 +23,13 @@ def connector(name: str, **extra: Any) -> dict[str, Any]:
     return {"kv_connector": name, "kv_connector_extra_config": extra}
 
 
-TIERS = [{"type": "fs", "root_dir": "/kv"}, {"type": "nixl"}]
+TIERS = [
+    {"type": "fs", "root_dir": "/kv"},
+    {"type": "fs", "root_dir": "/pvc", "locality": "REMOTE"},
+    {"type": "obj", "locality": "LOCAL"},
+    {"type": "p2p"},
+    {"type": "kvcr"},
+]
 SEVERAL = connector(
     "MultiConnector",
     connectors=[
@@ -44,11 +50,18 @@ SEVERAL = connector(
         (connector("NixlConnector"), []),
         (connector("SomethingNew"), [("SomethingNew", (1, 2, 3), False)]),
         (
+            connector("SimpleCPUOffloadConnector", kv_offload_backend="disk", disk_path="/kv"),
+            [("SimpleCPUOffloadConnector", (2,), True)],
+        ),
+        (
             SEVERAL,
             [
                 ("OffloadingConnector", (1,), True),
                 ("the fs tier of OffloadingConnector", (2,), False),
-                ("the nixl tier of OffloadingConnector", (3,), False),
+                ("the fs tier of OffloadingConnector", (3,), False),
+                ("the obj tier of OffloadingConnector", (2,), False),
+                ("the p2p tier of OffloadingConnector", (3,), False),
+                ("the kvcr tier of OffloadingConnector", (1, 2, 3), False),
                 ("LMCacheMPConnector", (1, 2, 3), False),
                 ("MooncakeStoreConnector", (3,), True),
             ],

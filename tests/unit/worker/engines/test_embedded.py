@@ -33,7 +33,7 @@ from kvmesh.hashing import block_hashes, salt
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import SglangSettings, TrtllmSettings, WorkerSettings
 from kvmesh.worker.abilities import HANDOFF, abilities, undeclared
-from kvmesh.worker.capabilities import execute_command
+from kvmesh.worker.capabilities import FollowingEvents, execute_command
 from kvmesh.worker.engine import Engine, EngineContext, EngineError, EngineInfo, Rejected
 
 PLAIN = salt("kvmesh-demo")
@@ -448,3 +448,26 @@ async def test_trtllm_updates_move_blocks_between_tiers(run: Run) -> None:
     run.standin.emit({"type": "updated", "block_hash": first, "cache_level": level})
     await eventually(lambda: run.sink.removed == 1)
     assert run.engine.load("i")[0].cached_blocks == 1
+
+
+@TRTLLM
+async def test_trtllm_a_wider_window_takes_over_and_the_limit_is_told(run: Run) -> None:
+    await run.run(work("a", prompt(40), max_tokens=1))
+    await eventually(lambda: len(run.sink.held.get(0, ())) == 2)
+    assert isinstance(run.engine, FollowingEvents)
+    assert run.engine.event_counts()[0].limits == []
+    run.standin.emit({"type": "created", "num_blocks_per_cache_level": [64, 0]}, window=4096)
+    await eventually(lambda: run.engine.load("i")[0].cached_blocks == 0)
+    assert run.engine.event_counts()[0].limits == ["windows"]
+
+
+@TRTLLM
+async def test_trtllm_many_losses_cause_few_dumps(run: Run) -> None:
+    await run.run(work("a", prompt(40), max_tokens=1))
+    await eventually(lambda: len(run.sink.held.get(0, ())) == 2)
+    dumps = run.sink.clears
+    for _ in range(20):
+        run.standin.next_id += 3
+        run.standin.emit({"type": "created", "num_blocks_per_cache_level": [64, 0]})
+    await eventually(lambda: not run.standin.queue)
+    assert run.sink.clears == dumps + 1

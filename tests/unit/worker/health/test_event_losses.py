@@ -1,5 +1,7 @@
 """Warnings about KV events that do not reach the index."""
 
+from dataclasses import replace
+
 from kvmesh.worker.enginecore.counters import LedgerCounts
 from kvmesh.worker.health.event_losses import QUIET_S, EventLosses
 
@@ -9,7 +11,7 @@ def counts(malformed: int = 0, odd_size: int = 0, **dropped: int) -> LedgerCount
         rank=1,
         block_size=16,
         kept=[5, 0, 0, 0],
-        dropped=dropped,
+        dropped={reason: [blocks, 0, 0, 0] for reason, blocks in dropped.items()},
         malformed=malformed,
         last_error="malformed KV event: TypeError('x')",
         odd_size=odd_size,
@@ -30,6 +32,13 @@ def test_blocks_of_lower_tiers_that_the_index_gives_up_are_named() -> None:
     found = EventLosses("w").check([counts(reset=3, never_removed=5)], 1.0)
     assert "cleared its cache" in found["1 reset"]
     assert "none removed" in found["1 never_removed"]
+
+
+def test_many_blocks_that_wait_are_named() -> None:
+    losses = EventLosses("w")
+    assert losses.check([replace(counts(), unplaced=255)], 0.0) == {}
+    [text] = losses.check([replace(counts(), unplaced=256)], 1.0).values()
+    assert "many blocks wait for a KV event" in text
 
 
 def test_a_few_blocks_without_position_are_no_loss() -> None:

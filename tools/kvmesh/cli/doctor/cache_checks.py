@@ -1,6 +1,6 @@
 """Checks of what engines serve beside what the index says of them. Pure functions of the facts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvmesh.cli.doctor.facts import Facts
 from kvmesh.cli.status.findings import Finding, Severity
@@ -10,6 +10,12 @@ from kvmesh.observer.cache_text import TIERS
 MOST_OFF = 0.5  # share of the tokens that were served, or expected
 MIN_PROMPTS = 8
 LOST_SHARE = 0.25  # of the blocks in KV events
+_LIMITS = {
+    "draft": "the index cannot know the last block of a hit: the engine has a draft model, and its"
+    " blocks depend on the tokens after them (limit draft)",
+    "windows": "the index cannot know all that the engine finds: some layers of its model attend in"
+    " windows or chunks, and the index follows one group of layers (limit windows)",
+}
 
 
 def caches(facts: Facts) -> Iterator[Finding]:
@@ -31,19 +37,26 @@ def caches(facts: Facts) -> Iterator[Finding]:
     kept = [cache.kept for cache in sound if cache.kept is not None]
     if kept and any(map(any, kept)):
         totals = [sum(tier) for tier in zip(*kept, strict=True)]
-        yield Finding("ok", "events", f"events by medium: {_by_medium(totals)}")
+        yield Finding("ok", "events", f"events by medium: {_by_medium(totals, {})}")
 
 
 def _of_worker(cache: WorkerCache) -> Iterator[Finding]:
     served, instance = cache.served, cache.instance
-    tokens, kept, dropped = sum(served.served), cache.kept, cache.dropped
+    tokens, kept = sum(served.served), cache.kept
     if kept is not None and not any(kept) and tokens:
         text = f"the engine serves cached tokens ({tokens:,} of {served.requests} prompts), its"
         yield Finding("fault", instance, f"{text} ledger is empty: no KV event of it is kept")
-    if kept is not None and dropped:
-        severity: Severity = "fault" if sum(dropped.values()) > LOST_SHARE * sum(kept) else "note"
-        lost = ", ".join(f"{count:,} dropped ({reason})" for reason, count in dropped.items())
-        yield Finding(severity, instance, f"events by medium: {_by_medium(kept)}; {lost}")
+    if kept is not None and (lost := cache.lost.total() + cache.malformed):
+        severity: Severity = "fault" if lost > LOST_SHARE * sum(kept) else "note"
+        text = _by_medium(kept, cache.lost)
+        if cache.malformed:
+            text += f"; {cache.malformed:,} messages malformed"
+        yield Finding(severity, instance, f"events by medium: {text}")
+    if cache.unplaced:
+        text = f"{cache.unplaced:,} blocks wait for a KV event that says what precedes them"
+        yield Finding("note", instance, text)
+    for limit in cache.limits:
+        yield Finding("note", instance, _LIMITS.get(limit, f"the index has the limit {limit}"))
     if served.requests < MIN_PROMPTS:
         return
     by_tier = _signed(served.difference)
@@ -58,14 +71,14 @@ def _of_worker(cache: WorkerCache) -> Iterator[Finding]:
         yield Finding("fault", instance, f"{text}, of {expected:,} ({by_tier}): {hint}")
 
 
-def _by_medium(kept: Sequence[int]) -> str:
-    """The kept blocks of engine memory, and of each tier that has any."""
-    shown = (
-        f"{name} {blocks:,} kept"
-        for tier, (name, blocks) in enumerate(zip(TIERS, kept, strict=False))
-        if blocks or not tier
-    )
-    return ", ".join(shown)
+def _by_medium(kept: Sequence[int], lost: Mapping[tuple[int, str], int]) -> str:
+    """The kept and dropped blocks of engine memory, and of each tier that has any."""
+    shown = []
+    for tier, (name, blocks) in enumerate(zip(TIERS, kept, strict=False)):
+        dropped = [f"{n:,} dropped ({why})" for (at, why), n in sorted(lost.items()) if at == tier]
+        if blocks or dropped or not tier:
+            shown.append(", ".join([f"{name} {blocks:,} kept", *dropped]))
+    return "; ".join(shown)
 
 
 def _signed(difference: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
 """Cached tokens that workers serve beside those that routers expect, and their KV events."""
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.index import TIERS
+from kvmesh.observer.cache_text import TIERS as NAMES
 from kvmesh.placement_rules.served import ServedTokens, expected_tokens
 
 RECENT = 256  # prompts of a worker
@@ -63,14 +64,28 @@ class WorkerCache(NamedTuple):
         return [sum(tier) for tier in zip(*(rank.kept for rank in self.events), strict=True)]
 
     @property
-    def dropped(self) -> dict[str, int]:
-        """The blocks that did not reach the index, and the messages that say nothing, by reason."""
-        counts: dict[str, int] = {}
+    def lost(self) -> Counter[tuple[int, str]]:
+        """The blocks that did not reach the index, by tier and reason."""
+        counts: Counter[tuple[int, str]] = Counter()
         for rank in self.events or ():
-            for reason, count in (*rank.dropped.items(), ("malformed", rank.malformed)):
-                if count:
-                    counts[reason] = counts.get(reason, 0) + count
+            for reason, tiers in rank.lost.items():
+                counts.update({(tier, reason): count for tier, count in enumerate(tiers) if count})
         return counts
+
+    @property
+    def malformed(self) -> int:
+        """The messages of KV events that could not be decoded."""
+        return sum(rank.malformed for rank in self.events or ())
+
+    @property
+    def limits(self) -> list[str]:
+        """Names of all that the index cannot know of this engine."""
+        return sorted({limit for rank in self.events or () for limit in rank.limits})
+
+    @property
+    def unplaced(self) -> int:
+        """The blocks that wait for an event which says what precedes them."""
+        return sum(rank.unplaced for rank in self.events or ())
 
 
 @dataclass(slots=True)
@@ -223,7 +238,7 @@ class CacheRow(NamedTuple):
     remote_difference: int
     unexpected_tokens: int
     missing_tokens: int
-    kept_blocks: int | None
+    kept_blocks: list[int] | None
     dropped_blocks: str
 
 
@@ -252,6 +267,11 @@ def _row(cache: WorkerCache) -> CacheRow:
         remote_difference=remote,
         unexpected_tokens=served.unexpected,
         missing_tokens=served.missing,
-        kept_blocks=None if kept is None else sum(kept),
-        dropped_blocks=", ".join(f"{count:,} {why}" for why, count in cache.dropped.items()),
+        kept_blocks=kept,
+        dropped_blocks=", ".join(
+            [
+                *(f"{n:,} {why} ({NAMES[tier]})" for (tier, why), n in sorted(cache.lost.items())),
+                *([f"{cache.malformed:,} malformed"] if cache.malformed else ()),
+            ]
+        ),
     )

@@ -37,6 +37,9 @@ _WITHOUT_STORE = {
     *("MoRIIOConnector", "P2pNcclConnector", "DecodeBenchConnector"),
     *("ExampleHiddenStatesConnector", "HiSparseConnector"),
 }
+# Secondary tiers of vLLM's offloading: files and objects, which may be remote, and others.
+STORAGE = {"fs", "obj"}
+_SECONDARY = {"example": (HOST,), "p2p": (REMOTE,)}
 _HICACHE = {
     "file": DISK,
     **dict.fromkeys(("mooncake", "npu_memcache", "hf3fs", "seaweedfs", "mori"), REMOTE),
@@ -65,10 +68,24 @@ def vllm_stores(config: Mapping[str, Any] | None) -> list[EngineStore]:
     if name not in _CLEARABLE:
         return [EngineStore(name, LOWER, clears=False)]
     lower = [
-        EngineStore(f"the {kind} tier of {name}", (DISK if kind == "fs" else REMOTE,), clears=False)
-        for kind in (str(tier.get("type")) for tier in extra.get("secondary_tiers") or ())
+        EngineStore(f"the {tier.get('type')} tier of {name}", _secondary(tier), clears=False)
+        for tier in extra.get("secondary_tiers") or ()
     ]
-    return [EngineStore(name, (_CLEARABLE[name],), clears=True), *lower]
+    on_disk = name == "SimpleCPUOffloadConnector" and extra.get("kv_offload_backend") == "disk"
+    return [EngineStore(name, (DISK if on_disk else _CLEARABLE[name],), clears=True), *lower]
+
+
+def is_remote(tier: Mapping[str, Any]) -> bool:
+    """True for a secondary tier of vLLM's offloading that its configuration calls remote."""
+    return str(tier.get("locality") or "").upper() == "REMOTE"
+
+
+def _secondary(tier: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tiers of the index in which the events of a secondary tier put its blocks."""
+    kind = tier.get("type")
+    if kind in STORAGE:
+        return (REMOTE,) if is_remote(tier) else (DISK,)
+    return _SECONDARY.get(str(kind), LOWER)
 
 
 def not_clearable(stores: Iterable[EngineStore], command: Clear) -> dict[int, str]:

@@ -62,16 +62,16 @@ class LedgerCounts:
     """The KV events of one rank since the start.
 
     `kept` counts blocks that reached the index, by tier, `dropped` those that could not, by reason
-    (see `CacheLedger`), `unplaced` those that wait now for an event that says what precedes them.
-    `malformed` counts messages that could not be decoded, with the last error. `odd_size` is the
-    last size of dropped blocks, `block_size` that of the model. `limits` names what the index
-    cannot know of this engine (see `EventDecoder`).
+    (see `CacheLedger`) and tier, `unplaced` those that wait now for an event that says what
+    precedes them. `malformed` counts messages that could not be decoded, with the last error.
+    `odd_size` is the last size of dropped blocks, `block_size` that of the model. `limits` names
+    what the index cannot know of this engine (see `EventDecoder`).
     """
 
     rank: int
     block_size: int
     kept: list[int]
-    dropped: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, list[int]] = field(default_factory=dict)
     unplaced: int = 0
     malformed: int = 0
     last_error: str = ""

@@ -6,6 +6,7 @@ from kvmesh.worker.enginecore.counters import LedgerCounts
 
 QUIET_S = 300.0  # after which a loss that does not grow is no longer a warning
 FEW_BLOCKS = 16  # whose position stays unknown, as where a worker joins a running engine
+MANY_WAITING = 256  # blocks that an event may still place
 
 
 class EventLosses:
@@ -31,7 +32,8 @@ class EventLosses:
 
 
 def _losses(counts: LedgerCounts) -> Iterator[tuple[str, int, str]]:
-    for reason, count in counts.dropped.items():
+    for reason, tiers in counts.dropped.items():
+        count = sum(tiers)
         if reason == "block_size":
             yield (
                 *(reason, count),
@@ -60,6 +62,12 @@ def _losses(counts: LedgerCounts) -> Iterator[tuple[str, int, str]]:
             )
         else:
             yield reason, count, "KV events of the engine lack tokens: the index lacks their blocks"
+    if counts.unplaced >= MANY_WAITING:
+        yield (
+            *("unplaced", counts.unplaced),
+            "many blocks wait for a KV event of the engine that says what precedes them: the index"
+            " does not know them meanwhile",
+        )
     if counts.malformed:
         yield (
             *("malformed", counts.malformed),

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.engine_blocks import PlainEngineBlocks
 
@@ -49,6 +49,15 @@ def act(blocks: EngineBlocks | PlainEngineBlocks, action: tuple[Any, ...]) -> An
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(ACTIONS, max_size=30), st.integers(0, 5), st.booleans())
+@example(
+    [
+        ("store", 0, [2, 3, 1], None, 0, 0, False),
+        ("clear", 0),
+        ("hold", 0, [1, 3], False),  # the child first: its parent is not there yet
+    ],
+    2,
+    False,
+)
 def test_the_blocks_are_those_of_the_model(
     actions: list[tuple[Any, ...]], recent: int, counted: bool
 ) -> None:

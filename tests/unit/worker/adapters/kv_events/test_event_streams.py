@@ -19,11 +19,12 @@ from support.event_streams.stream import (
     read_stream,
     stream_files,
 )
+from support.index_events import apply_to_index
 from support.recorder import Recorder
 from support.wait import eventually
 from support.zmq_publisher import ZmqPublisher
 
-from kvmesh.bus.messages import Cleared, KvEvent, Removed, Sampling, Work
+from kvmesh.bus.messages import KvEvent, Sampling, Work
 from kvmesh.hashing import block_hashes
 from kvmesh.index import TIERS, create_index
 from kvmesh.worker.adapters.kv_events.cache_events import CacheEvent
@@ -38,7 +39,7 @@ from kvmesh.worker.engines.trtllm.events import EventReader
 DRAFT = {"one block more", "nearer"}
 MORE = {"one block more", "more"}
 LIMITS: dict[str, tuple[set[str], str | None]] = {
-    "lmcache-in-process": (MORE, None),
+    "lmcache-in-process": (MORE | {"less"}, "unplaced"),
     "lmcache-multi-process": (MORE, None),
     "sglang-draft": (DRAFT, "draft"),
     "sglang-draft-pages-of-one": (DRAFT, "draft"),
@@ -148,16 +149,7 @@ class Replay(Recorder):
 
     def _apply(self, events: list[KvEvent]) -> None:
         for event in events:
-            if isinstance(event, Cleared):
-                self.index.clear(0, event.tier)
-            elif isinstance(event, Removed):
-                self.index.remove(0, event.tier, event.engine)
-            elif event.previous is not None:
-                self.index.attach(0, event.tier, event.previous, event.engine, event.local)
-            else:
-                assert self.index.store(
-                    0, event.tier, event.parent, event.engine, event.local, event.salt
-                )
+            apply_to_index(self.index, event)
 
 
 @pytest.mark.parametrize("path", stream_files(), ids=lambda path: path.stem)

@@ -13,7 +13,11 @@ from support.wait import eventually
 
 from kvmesh.bus.messages import StartPhase
 from kvmesh.worker.engines.vllm.start_phases import enter, log_records, record
-from kvmesh.worker.engines.vllm.start_phases.listener import imports_follow, start_phases_told
+from kvmesh.worker.engines.vllm.start_phases.listener import (
+    ToldError,
+    imports_follow,
+    start_phases_told,
+)
 from kvmesh.worker.engines.vllm.start_phases.sender import SOCKET_VARIABLE, PhaseReport
 from kvmesh.worker.start.timeline import StartTimeline
 
@@ -166,6 +170,33 @@ async def test_the_log_goes_on_if_its_records_cannot_be_read(
     found = [r.getMessage() for r in caplog.records if "phases" in r.msg or r.name == "vllm"]
     assert found[0].startswith("cannot tell the phases of vLLM's start: ValueError")
     assert found[1:] == ["one", "two"]
+
+
+async def test_a_start_fails_with_the_first_error_that_a_process_logs(
+    tmp_path: Path, factory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_records, "_installed", False)
+    log_records.observe_records()
+
+    def fails(text: str, message: str) -> None:
+        try:
+            raise RuntimeError(text)
+        except RuntimeError:
+            logging.getLogger("vllm.v1").exception(message)
+
+    async def start(*logged: tuple[str, str]) -> None:
+        async with start_phases_told(tmp_path, StartTimeline()):
+            for text, message in logged:
+                fails(text, message)
+            raise RuntimeError("see the root cause above")
+
+    harmless = "harmless", "an optional part is missing"
+    root = "no weights\n  in that folder", "WorkerProc failed to start."
+    with pytest.raises(ToldError, match=r"^RuntimeError: no weights in that folder$") as told:
+        await start(harmless, root, ("a process has failed", "EngineCore failed to start."))
+    assert str(told.value.__cause__) == "see the root cause above"
+    with pytest.raises(RuntimeError, match="root cause above"):
+        await start(harmless)
 
 
 async def test_processes_import_until_they_tell_another_phase(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Forwards one rank's KV events from the engine's publisher to the sink, through a ledger."""
 
-import asyncio
 import logging
 from dataclasses import replace
 
@@ -8,12 +7,12 @@ from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import KvEvent
 from kvmesh.worker.adapters.kv_events.decoder import EventDecoder
 from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
+from kvmesh.worker.adapters.kv_events.paced_dumps import PacedDumps
 from kvmesh.worker.adapters.kv_events.subscriber import ZmqSubscriber
 from kvmesh.worker.engine import Sink
 from kvmesh.worker.enginecore.counters import LedgerCounts
 
 log = logging.getLogger(__name__)
-DUMP_EVERY_S = 5.0  # at most
 
 
 class EventFeed:
@@ -40,9 +39,7 @@ class EventFeed:
         self._last_error = ""
         self._decoder = EventDecoder()
         self._logged = LogOnce()
-        self._loop = asyncio.get_running_loop()
-        self._dumped_at = -DUMP_EVERY_S
-        self._dump_due: asyncio.TimerHandle | None = None
+        self._dumps = PacedDumps(lambda: self._publish(self.ledger.dump()))
         self._subscriber = ZmqSubscriber(
             endpoint,
             replay,
@@ -57,8 +54,7 @@ class EventFeed:
         self._subscriber.start()
 
     async def close(self) -> None:
-        if self._dump_due is not None:
-            self._dump_due.cancel()
+        self._dumps.close()
         await self._subscriber.close()
 
     @property
@@ -68,9 +64,7 @@ class EventFeed:
 
     def dump(self) -> None:
         """Send all blocks in the ledger to the sink."""
-        self._dump_due = None
-        self._dumped_at = self._loop.time()
-        self._publish(self.ledger.dump())
+        self._dumps.make()
 
     def clear(self) -> None:
         """Clear the ledger and the index: the engine has restarted with an empty cache."""
@@ -92,11 +86,7 @@ class EventFeed:
 
     def _on_gap(self, count: int) -> None:
         log.warning("rank %d: %d messages of KV events are lost", self.rank, count)
-        due_at = self._dumped_at + DUMP_EVERY_S
-        if due_at <= self._loop.time():
-            self.dump()
-        elif self._dump_due is None:
-            self._dump_due = self._loop.call_at(due_at, self.dump)
+        self._dumps.request()
 
     def _publish(self, events: list[KvEvent]) -> None:
         if events and self.sink is not None:

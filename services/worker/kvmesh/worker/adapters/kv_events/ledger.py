@@ -54,7 +54,7 @@ class CacheLedger:
 
     `counted` is for engines that may hold a block twice and publish each store and removal (vLLM
     does when equal prompts run at once); others publish one removal, however often they store.
-    `dropped` counts the blocks that could not be added to a tier, by reason; `odd_size` is the last
+    `dropped` counts the blocks that could not be added, by reason and tier; `odd_size` is the last
     block size that is not the model's.
     """
 
@@ -68,7 +68,7 @@ class CacheLedger:
         self._chunks: dict[tuple[int, int], list[int]] = {}  # blocks by the chunk's hash and tier
         self._removes = {0}  # tiers of which the engine reports removals
         self._order: dict[int, dict[int, None]] = {}  # blocks of the others, oldest first
-        self.dropped: Counter[str] = Counter()
+        self.dropped: dict[str, list[int]] = {}
         self.odd_size = 0
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ class CacheLedger:
             rank=rank,
             block_size=self.block_size,
             kept=self._blocks.kept(),
-            dropped={reason: count for reason, count in self.dropped.items() if count},
+            dropped={reason: list(tiers) for reason, tiers in self.dropped.items()},
             unplaced=len(self._waiting),
             malformed=malformed,
             last_error=last_error,
@@ -125,6 +125,16 @@ class CacheLedger:
             return self._move(event)
         return self._clear(event)
 
+    def _drop(self, reason: str, tier: int, count: int) -> None:
+        if count:
+            self.dropped.setdefault(reason, [0] * TIERS)[tier] += count
+
+    def _wait(self, one: BlocksStored, needed: int) -> None:
+        """Let the one block of an event wait; the oldest that waits is given up for it."""
+        given_up = self._waiting.add(one, needed)
+        if given_up is not None:
+            self._drop(UNKNOWN, given_up, 1)
+
     def _move(self, event: BlocksMoved) -> list[KvEvent]:
         moved = [name for name in event.hashes if self._blocks.copies(event.tier, name)]
         return self._hold(event.to, moved, again=False) + self._remove(
@@ -143,11 +153,11 @@ class CacheLedger:
                 return [change for one in _single(event) for change in self._store(one)]
         if not event.tokens:
             for one in _single(event):
-                self.dropped[UNKNOWN] += self._waiting.add(one, one.hashes[0])
+                self._wait(one, one.hashes[0])
             return []
         size = TOKEN_BYTES * self.block_size * len(event.hashes)
         if not size <= len(event.tokens) <= size + TOKEN_BYTES:
-            self.dropped[TOKENS] += len(event.hashes)
+            self._drop(TOKENS, event.tier, len(event.hashes))
             return []
         # LMCache adds the token after a chunk
         tokens = event.tokens if len(event.tokens) == size else event.tokens[:size]
@@ -157,8 +167,7 @@ class CacheLedger:
         )
         if not stored:
             for one in _single(event):
-                needed = one.hashes[0] if one.parent is None else one.parent
-                self.dropped[UNKNOWN] += self._waiting.add(one, needed)
+                self._wait(one, one.hashes[0] if one.parent is None else one.parent)
             return []
         runs, moved = stored
         added = self._held(event.tier, event.hashes, runs)
@@ -171,7 +180,7 @@ class CacheLedger:
         count = event.block_size // self.block_size
         if not (whole and count):
             self.odd_size = event.block_size
-            self.dropped[SIZE if whole else TOKENS] += len(event.hashes)
+            self._drop(SIZE if whole else TOKENS, event.tier, len(event.hashes))
             return []
         ends_whole = event.block_size % self.block_size == 0
         used = TOKEN_BYTES * count * self.block_size
@@ -228,7 +237,7 @@ class CacheLedger:
             del order[name]
         copies = [name for name in names for _ in range(self._blocks.copies(tier, name))]
         gone, _ = self._blocks.release(tier, copies)
-        self.dropped[OLD] += len(names)
+        self._drop(OLD, tier, len(names))
         return [Removed(tier, gone)]
 
     def _remove(self, event: BlocksRemoved) -> list[KvEvent]:
@@ -241,8 +250,8 @@ class CacheLedger:
             hashes = self._parts(tier, event.hashes) if self._chunks else event.hashes
             gone, missing = self._blocks.release(tier, hashes)
             if len(self._waiting):
-                for name in missing:
-                    self.dropped[UNKNOWN] += self._waiting.remove(name, tier)
+                gone_waiting = sum(self._waiting.remove(name, tier) for name in missing)
+                self._drop(UNKNOWN, tier, gone_waiting)
             if gone:
                 events.append(Removed(tier, gone, event.reason, event.request))
         return events
@@ -261,11 +270,12 @@ class CacheLedger:
 
     def _clear(self, event: AllCleared) -> list[KvEvent]:
         if event.tier == 1 and self._counted:
-            self.dropped[RESET] += self._blocks.held(1)
+            self._drop(RESET, 1, self._blocks.held(1))
         for tier in range(TIERS) if event.tier is None else (event.tier,):
             self._blocks.clear(tier)
             self._order.pop(tier, None)
-        self.dropped[UNKNOWN] += self._waiting.clear(event.tier)
+        for tier, count in self._waiting.clear(event.tier).items():
+            self._drop(UNKNOWN, tier, count)
         self._chunks = {
             key: parts for key, parts in self._chunks.items() if event.tier not in (None, key[0])
         }

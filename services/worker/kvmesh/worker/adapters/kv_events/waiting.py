@@ -1,6 +1,6 @@
 """Blocks that an engine has reported and that cannot be placed in a prompt yet."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 from kvmesh.worker.adapters.kv_events.cache_events import BlocksStored
@@ -22,16 +22,17 @@ class WaitingBlocks:
     def __len__(self) -> int:
         return len(self._needs)
 
-    def add(self, event: BlocksStored, needed: int) -> int:
-        """Add the one block of `event`; returns the number of blocks given up for it."""
+    def add(self, event: BlocksStored, needed: int) -> int | None:
+        """Add the one block of `event`; returns the tier of the block given up for it, if any."""
         key = event.hashes[0], event.tier
         self._pop(key)
         self._needs[key] = needed
         self._events.setdefault(needed, {})[key] = event
         if len(self._needs) <= self._limit:
-            return 0
-        self._pop(next(iter(self._needs)))
-        return 1
+            return None
+        oldest = next(iter(self._needs))
+        self._pop(oldest)
+        return oldest[1]
 
     def take(self, known: Iterable[int]) -> list[BlocksStored]:
         """Remove and return the blocks that need one of these hashes."""
@@ -46,12 +47,12 @@ class WaitingBlocks:
         """The engine has dropped a block; False if it does not wait."""
         return bool(self._needs) and self._pop((engine_hash, tier))
 
-    def clear(self, tier: int | None) -> int:
-        """Remove all blocks of a tier (None: of all) and return their number."""
+    def clear(self, tier: int | None) -> Counter[int]:
+        """Remove all blocks of a tier (None: of all) and return their number by tier."""
         gone = [key for key in self._needs if tier in (None, key[1])]
         for key in gone:
             self._pop(key)
-        return len(gone)
+        return Counter(tier for _, tier in gone)
 
     def _pop(self, key: _Key) -> bool:
         needed = self._needs.pop(key, None)

@@ -220,6 +220,10 @@ class RemoteEngine(PrefetchingAdapter):
     def retention(self) -> list[RetentionState]:
         return self._retention.states if self._retention is not None else []
 
+    @property
+    def _tells_tiers(self) -> bool:
+        return self._reports_cached and self._retention is not None and self._retention.tells_tiers
+
     def _retaining_server(self) -> ServerRetention:
         if self._retention is None:
             raise Unsupported("the server of the openai engine has no plugin of kvmesh")
@@ -354,6 +358,8 @@ class RemoteEngine(PrefetchingAdapter):
                 if self._retention is not None and _reports_now(output, work, is_first):
                     outcomes = await self._retention.outcomes(work.request)
                     output.retention, output.decode = outcomes
+                if self._tells_tiers and output.finish is not None and output.cached:
+                    output.below = await self._retaining_server().loaded(work.request)
                 is_first = False
                 yield output
 

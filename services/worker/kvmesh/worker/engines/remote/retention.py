@@ -1,5 +1,6 @@
 """Retention in a vLLM server that has kvmesh's plugin, over HTTP."""
 
+import asyncio
 import logging
 from typing import Any
 
@@ -7,6 +8,7 @@ import aiohttp
 import msgspec
 
 from kvmesh.bus.errors import cause
+from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import Clear, ExpectReturns, Pin, Release, Unpin
 from kvmesh.settings import redacted
 from kvmesh.worker.adapters.engine_stores import LOWER
@@ -17,12 +19,14 @@ from kvmesh.worker.enginecore.counters import RetentionState
 log = logging.getLogger(__name__)
 PATH = "/v1/kvmesh/retention"
 TIMEOUT_S = 10.0
+LOADED_S = 1.0
 OLD_PLUGIN = "the server's plugin of kvmesh is older, and does not clear the stores of connectors"
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class _State(msgspec.Struct):
     ranks: list[RetentionState]
+    tells_tiers: bool = False
 
 
 class _Reply(msgspec.Struct):
@@ -34,10 +38,14 @@ class _Reply(msgspec.Struct):
 class _Outcomes(msgspec.Struct):
     prompt: list[str] | None = None
     decode: str | None = None
+    loaded: list[int] = []
 
 
 class ServerRetention:
-    """Commands and queries of the plugin's endpoints; `states` is what they told last."""
+    """Commands and queries of the plugin's endpoints; `states` is what they told last.
+
+    `tells_tiers`: the server knows from which tier it has loaded the tokens of a request.
+    """
 
     def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
         self._http = http
@@ -45,6 +53,8 @@ class ServerRetention:
         self._timeout = aiohttp.ClientTimeout(TIMEOUT_S)
         self.states: list[RetentionState] = []
         self.problem = ""
+        self.tells_tiers = False
+        self._logged = LogOnce()
 
     @property
     def expects_returns(self) -> bool:
@@ -116,22 +126,45 @@ class ServerRetention:
             return None, None
         return found.prompt, found.decode
 
+    async def loaded(self, request: str) -> list[int]:
+        """Tokens that the server has loaded for a request, by tier from tier 1 on; empty if none.
+
+        A server that does not tell costs an answer at most LOADED_S.
+        """
+        try:
+            async with asyncio.timeout(LOADED_S):
+                status, content = await self._reply("GET", f"/outcomes/{request}", None)
+            if status == 404:  # nothing was loaded
+                return []
+            content = self._checked("/outcomes", status, content)
+            return msgspec.json.decode(content, type=_Outcomes).loaded
+        except (EngineError, TimeoutError, msgspec.MsgspecError) as error:
+            if self._logged.first("loaded"):
+                log.warning("the tiers of a request's cached tokens are unknown: %s", cause(error))
+            return []
+
     async def _call(self, method: str, path: str, body: bytes | None) -> bytes:
+        return self._checked(path, *await self._reply(method, path, body))
+
+    async def _reply(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         url = self._url + path
         try:
             async with self._http.request(
                 method, url, data=body, timeout=self._timeout
             ) as response:
-                content = await response.read()
-                status = response.status
+                return response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineError(redacted(f"{url}: {cause(error)}")) from error
+
+    def _checked(self, path: str, status: int, content: bytes) -> bytes:
         if status != 200:
-            raise EngineError(redacted(f"{url} replied {status}: {content[:500].decode()}"))
+            told = content[:500].decode(errors="replace")
+            raise EngineError(redacted(f"{self._url}{path} replied {status}: {told}"))
         return content
 
     def _read(self, content: bytes) -> None:
         try:
-            self.states = msgspec.json.decode(content, type=_State).ranks
+            state = msgspec.json.decode(content, type=_State)
+            self.states, self.tells_tiers = state.ranks, state.tells_tiers
         except msgspec.MsgspecError as error:
             log.warning("the plugin of another version told no state: %s", error)

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from array import array
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +30,7 @@ from kvmesh.retention.token_ranges import segments
 from kvmesh.worker.adapters.base import StreamingAdapter
 from kvmesh.worker.adapters.engine_args import engine_arguments
 from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
+from kvmesh.worker.adapters.kv_events.paced_dumps import PacedDumps
 from kvmesh.worker.adapters.kv_events.salts import PromptSalts
 from kvmesh.worker.adapters.request_streams import (
     EngineUnavailable,
@@ -119,7 +121,7 @@ class TrtllmEngine(StreamingAdapter):
         self._clock = StepClock()
         self._stats: dict[str, Any] = {}
         self._llm: Any = None
-        self._sink: Sink | None = None
+        self._dumps: PacedDumps | None = None
 
     async def start(self, sink: Sink) -> EngineInfo:
         try:
@@ -127,7 +129,7 @@ class TrtllmEngine(StreamingAdapter):
         except Exception as error:  # TensorRT-LLM and its plugins raise any type
             self._model.close()
             raise EngineError(f"TensorRT-LLM failed to start: {error}") from error
-        self._sink = sink
+        self._dumps = PacedDumps(lambda: sink.events(0, self._ledger.dump()))
         self._streams = RequestStreams(sink, 1, self._block_size)
         self._tasks.start(self._follow_events(sink), "trtllm events")
         self._tasks.start(self._follow_stats(), "trtllm stats")
@@ -158,8 +160,8 @@ class TrtllmEngine(StreamingAdapter):
         ]
 
     def dump(self, rank: int) -> None:
-        if rank == 0 and self._sink is not None:
-            self._sink.events(0, self._ledger.dump())
+        if rank == 0 and self._dumps is not None:
+            self._dumps.make()
 
     async def clear(self, command: Clear) -> ClearOutcome:
         own = (ENGINE, HOST) if self._kv_cache.get("host_cache_size") else (ENGINE,)
@@ -168,6 +170,8 @@ class TrtllmEngine(StreamingAdapter):
 
     async def close(self) -> None:
         await self._stop_streams()
+        if self._dumps is not None:
+            self._dumps.close()
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
         self._model.close()
@@ -234,7 +238,8 @@ class TrtllmEngine(StreamingAdapter):
             await asyncio.sleep(POLL_S)
 
     def event_counts(self) -> list[LedgerCounts]:
-        return [self._ledger.counts(0, self._malformed, self._last_error)]
+        counts = self._ledger.counts(0, self._malformed, self._last_error)
+        return [replace(counts, limits=sorted(self._reader.limits))]
 
     def _apply_event(self, event: dict[str, Any], sink: Sink) -> None:
         before = self._reader.missed
@@ -248,7 +253,8 @@ class TrtllmEngine(StreamingAdapter):
             return
         if self._reader.missed > before:
             log.warning("%d KV events lost", self._reader.missed - before)
-            sink.events(0, self._ledger.dump())
+            if self._dumps is not None:
+                self._dumps.request()
         published = self._ledger.apply(events)
         if published:
             sink.events(0, published)

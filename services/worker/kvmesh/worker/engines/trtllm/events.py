@@ -16,12 +16,14 @@ import msgspec
 from kvmesh._native import xxh3
 from kvmesh.index import TIERS
 from kvmesh.worker.adapters.kv_events.cache_events import (
+    AllCleared,
     BlocksMoved,
     BlocksRemoved,
     BlocksStored,
     CacheEvent,
     fold_hash,
 )
+from kvmesh.worker.adapters.kv_events.decoder import WINDOWS
 from kvmesh.worker.adapters.kv_events.salts import returned_salt
 
 
@@ -29,7 +31,7 @@ class EventReader:
     """Reads the events of all ranks in order; `missed` counts missing event ids.
 
     Only events of the widest attention window count, as it retains all blocks, and of the first
-    group of layers that reports one.
+    group of layers that reports one. `limits` has WINDOWS if events of others were met.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -38,6 +40,7 @@ class EventReader:
         self._groups: set[int | None] = set()
         self._next: dict[int, int] = {}
         self.missed = 0
+        self.limits: set[str] = set()
 
     def read(self, event: Mapping[str, Any]) -> tuple[int, list[CacheEvent]]:
         """The rank and its cache events; raises ValueError if the event is malformed."""
@@ -45,19 +48,35 @@ class EventReader:
             rank = event.get("attention_dp_rank") or 0
             self._count(rank, event["event_id"])
             data = event["data"]
-            counts = self._counts(event, data["type"] == "stored")
-            return rank, list(self._events(data)) if counts else []
+            events: list[CacheEvent] = []
+            if self._has_wider_window(event):
+                events.append(AllCleared())
+            if self._counts(event, data["type"] == "stored"):
+                events += self._events(data)
+            return rank, events
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"malformed KV event: {error!r}") from error
 
+    def _has_wider_window(self, event: Mapping[str, Any]) -> bool:
+        """Follow a window that is wider than any before; True if blocks of another were stored."""
+        window = event.get("window_size") or 0
+        if window <= self._window:
+            return False
+        has_stored = bool(self._groups)
+        if self._window:
+            self.limits.add(WINDOWS)
+        self._window = window
+        self._groups.clear()
+        return has_stored
+
     def _counts(self, event: Mapping[str, Any], is_store: bool) -> bool:
         window, group = event.get("window_size") or 0, event.get("layer_group_id")
-        if window > self._window:
-            self._window = window
-            self._groups.clear()
         if window == self._window and is_store and not self._groups:
             self._groups.add(group)
-        return window == self._window and group in self._groups
+        counts = window == self._window and group in self._groups
+        if is_store and not counts:
+            self.limits.add(WINDOWS)
+        return counts
 
     def _count(self, rank: int, number: int) -> None:
         expected = self._next.get(rank, number)

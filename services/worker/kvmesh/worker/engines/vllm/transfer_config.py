@@ -54,6 +54,11 @@ def is_multi(config: dict[str, Any] | None) -> bool:
     return config is not None and config.get("kv_connector") == MULTI
 
 
+def tells_tiers(config: dict[str, Any] | None) -> bool:
+    """True for kvmesh's `MultiConnector` with others than kvmesh's connectors."""
+    return config is not None and config.get("kv_connector_module_path") == MULTI_MODULE
+
+
 def is_ours(connector: ConnectorConfig) -> bool:
     """True for a connector of kvmesh's, which is named by its module."""
     return str(connector.get("kv_connector_module_path") or "").startswith(f"{PACKAGE}.")

@@ -9,12 +9,14 @@ from typing import Any
 
 from kvmesh.worker.engines.vllm.transfer_config import connectors_of
 
+_Config = dict[str, Any]
 SIZE, BACKEND = "kv_offloading_size", "kv_offloading_backend"
 NATIVE, SIMPLE, LMCACHE = "OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheMPConnector"
 BYTES, DESCRIBED, LAZY = "cpu_bytes_to_use", "self_describing_kv_events", "lazy_offload"
 BACKENDS = ("native", "lmcache")
-EXTRA = "kv_connector_extra_config"
-_Config = dict[str, Any]
+EXTRA, SECONDARY = "kv_connector_extra_config", "secondary_tiers"
+_EVENTS: _Config = {"enable_kv_events": True}
+_TOLD: dict[str, _Config] = {"fs": _EVENTS, "obj": {**_EVENTS, "locality": "REMOTE"}}
 
 
 def with_offloading(
@@ -40,13 +42,26 @@ def with_offloading(
 
 
 def described(connectors: Iterable[_Config]) -> list[_Config]:
-    """The connectors; vLLM's offloading tells the tokens of its blocks unless it is told not to."""
+    """The connectors; vLLM's offloading tells of its blocks unless it is told not to.
+
+    That is, their tokens, those in secondary tiers too, and that objects are remote.
+    """
     return [
-        {**connector, EXTRA: {DESCRIBED: True, **(connector.get(EXTRA) or {})}}
+        {**connector, EXTRA: _described(connector.get(EXTRA) or {})}
         if connector.get("kv_connector") == NATIVE
         else connector
         for connector in connectors
     ]
+
+
+def _described(extra: _Config) -> _Config:
+    found = {DESCRIBED: True, **extra}
+    if tiers := extra.get(SECONDARY):
+        found[SECONDARY] = [
+            {**_TOLD.get(str(tier.get("type")), {}), **tier} if isinstance(tier, dict) else tier
+            for tier in tiers
+        ]
+    return found
 
 
 def is_lazy(connectors: Iterable[Mapping[str, Any]]) -> bool:

@@ -11,7 +11,12 @@ from vllm import envs
 from vllm.config import VllmConfig
 
 from kvmesh.worker.engines.vllm.connectors.offloading import described, with_offloading
-from kvmesh.worker.engines.vllm.transfer_config import MULTI, connectors_of, transfer_config_of
+from kvmesh.worker.engines.vllm.transfer_config import (
+    MULTI,
+    MULTI_MODULE,
+    connectors_of,
+    transfer_config_of,
+)
 
 REWRITE, LOOKAHEAD = "_post_init_kv_transfer_config", "num_hash_lookahead_tokens"
 EXTENDED = "_kvmesh_extended"
@@ -31,6 +36,7 @@ def extend_configuration(ours: set[str], transferless: str) -> None:
         def keep_connectors(config: Any) -> None:
             if not _add_offloading(config, ours):
                 rewrite(config)
+            _report_tiers(config, ours)
 
         setattr(VllmConfig, REWRITE, keep_connectors)
     lookahead = getattr(VllmConfig, LOOKAHEAD, None)
@@ -56,8 +62,7 @@ def transfers_nothing(config: Any, transferless: str) -> bool:
 def _add_offloading(config: Any, ours: set[str]) -> bool:
     """Add vLLM's offloading to connectors of which one is kvmesh's; False if there is none."""
     cache, given = config.cache_config, transfer_config_of(config)
-    names = {connector.get("kv_connector") for connector in connectors_of(given)}
-    if cache.kv_offloading_size is None or names.isdisjoint(ours):
+    if cache.kv_offloading_size is None or not _has_any(config, ours):
         return False
     connectors = with_offloading(
         given,
@@ -66,7 +71,26 @@ def _add_offloading(config: Any, ours: set[str]) -> bool:
         bool(envs.VLLM_USE_SIMPLE_KV_OFFLOAD),
     )
     transfer = config.kv_transfer_config
-    transfer.kv_connector, transfer.kv_connector_module_path = MULTI, None
+    transfer.kv_connector, transfer.kv_connector_module_path = MULTI, MULTI_MODULE
     transfer.kv_connector_extra_config = {"connectors": described(connectors)}
     transfer.kv_role = "kv_both"
     return True
+
+
+def _report_tiers(config: Any, ours: set[str]) -> None:
+    """Put kvmesh's `MultiConnector` in the place of vLLM's if one of its connectors is kvmesh's.
+
+    Offloading beside it describes its blocks.
+    """
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector == MULTI and _has_any(config, ours):
+        transfer.kv_connector_module_path = transfer.kv_connector_module_path or MULTI_MODULE
+        extra, given = transfer.kv_connector_extra_config, connectors_of(transfer_config_of(config))
+        transfer.kv_connector_extra_config = {**extra, "connectors": described(given)}
+
+
+def _has_any(config: Any, ours: set[str]) -> bool:
+    names = {
+        connector.get("kv_connector") for connector in connectors_of(transfer_config_of(config))
+    }
+    return not names.isdisjoint(ours)

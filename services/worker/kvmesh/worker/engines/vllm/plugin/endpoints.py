@@ -22,10 +22,15 @@ from kvmesh.worker.engines.vllm.retention.settings import (
     CONNECTOR,
     KEPT,
     STATE,
+    TELLS_TIERS,
     QueryOutcomes,
     QueryState,
 )
-from kvmesh.worker.engines.vllm.transfer_config import connectors_of, transfer_config_of
+from kvmesh.worker.engines.vllm.transfer_config import (
+    connectors_of,
+    tells_tiers,
+    transfer_config_of,
+)
 
 log = logging.getLogger(__name__)
 PATH = "/v1/kvmesh/retention"
@@ -66,6 +71,7 @@ class RetentionEndpoints:
         self._client: Any = None
         self._ranks = 1
         self._missing = "vLLM has no engine here"
+        self._tells_tiers = False
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes to vLLM's server."""
@@ -88,7 +94,9 @@ class RetentionEndpoints:
         self._client = engine_client
         config = engine_client.vllm_config
         self._ranks = config.parallel_config.data_parallel_size
-        given = connectors_of(transfer_config_of(config))
+        transfer = transfer_config_of(config)
+        self._tells_tiers = tells_tiers(transfer)
+        given = connectors_of(transfer)
         used = [str(connector.get("kv_connector")) for connector in given]
         self._missing = (
             ""
@@ -103,6 +111,7 @@ class RetentionEndpoints:
         return {
             "ranks": [{**reply[STATE], "rank": i} for i, reply in enumerate(replies)],
             "blocks": sum(reply["blocks"] for reply in replies),
+            TELLS_TIERS: self._tells_tiers,
         }
 
     async def _outcomes(self, http: Request) -> Any:

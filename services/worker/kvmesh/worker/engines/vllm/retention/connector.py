@@ -41,6 +41,7 @@ from kvmesh.worker.engines.vllm.retention.settings import (
     CONNECTOR,
     DECODE,
     KEPT,
+    LOADED,
     OUTCOMES,
     PREFILL_STEPS,
     PROMPT,
@@ -203,6 +204,10 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         if tracked is not None:
             self._hinted.record(tracked.id, {DECODE: outcome})
         return False, {KEY: {DECODE: outcome}}
+
+    def note_loaded(self, request: str, tokens: list[int]) -> None:
+        """Report the tokens that another connector loads for a request, from tier 1 on."""
+        self._hinted.record(request, {LOADED: tokens})
 
     def get_kv_connector_stats(self) -> RetentionStats | None:
         now = time.monotonic()

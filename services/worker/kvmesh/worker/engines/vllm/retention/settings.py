@@ -17,6 +17,8 @@ MODULE = f"{PACKAGE}.retention.connector"
 OUTCOMES, STATE = "retention_outcomes", "retention_state"
 KEPT = "kept"  # of a clear: `ClearOutcome.kept`
 PROMPT, DECODE = "prompt", "decode"
+LOADED = "loaded"  # of a request: tokens from each tier, from tier 1 on
+TELLS_TIERS = "tells_tiers"  # the server knows the tiers of a request's cached tokens
 PREFILL_STEPS = "prefill_steps"
 
 

@@ -16,17 +16,23 @@ from kvmesh.worker.engines.vllm.start_phases.sender import SOCKET_VARIABLE, Phas
 from kvmesh.worker.start.timeline import StartTimeline
 
 log = logging.getLogger(__name__)
-MOST_BYTES = 1024
+MOST_BYTES = 4096
 UNHEARD = "a process that has told nothing"
 EXPECTED = (StartPhase.IMPORTS, StartPhase.WEIGHTS, StartPhase.WARM_UP)
 _decoder = msgspec.msgpack.Decoder(PhaseReport)
+
+
+class ToldError(Exception):
+    """The first error that a process has told, which others follow from."""
 
 
 @asynccontextmanager
 async def start_phases_told(folder: Path, timeline: StartTimeline) -> AsyncIterator[None]:
     """Within the block, processes that start here tell `timeline` their phases.
 
-    They find the socket, which is in the private `folder`, by a variable of the environment.
+    They find the socket, which is in the private `folder`, by a variable of the environment. If the
+    block raises an error, after a process has told why its start fails, raises ToldError: vLLM says
+    no more than that some process has failed.
     """
     listener = _Listener(timeline)
     path = folder / "start"
@@ -45,6 +51,11 @@ async def start_phases_told(folder: Path, timeline: StartTimeline) -> AsyncItera
             yield
             listener.receive(channel)
             listener.log_missing()
+        except Exception as error:
+            listener.receive(channel)
+            if listener.error:
+                raise ToldError(listener.error) from error
+            raise
         finally:
             os.environ.pop(SOCKET_VARIABLE, None)
             loop.remove_reader(channel)
@@ -65,6 +76,7 @@ class _Listener:
         self._timeline = timeline
         self._told: set[str] = set()
         self._sources = {UNHEARD}
+        self.error = ""
 
     def receive(self, channel: socket.socket) -> None:
         """Take all datagrams that have arrived."""
@@ -77,6 +89,9 @@ class _Listener:
             report = _decoder.decode(data)
         except msgspec.MsgspecError as error:
             log.debug("ignored a malformed phase: %s", error)
+            return
+        if report.error:
+            self.error = self.error or report.error
             return
         now, source = time.monotonic(), f"process {report.pid}"
         if report.pid == os.getpid() and report.phase == StartPhase.IMPORTS:

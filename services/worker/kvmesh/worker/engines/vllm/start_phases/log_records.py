@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from kvmesh.bus.messages import StartPhase
-from kvmesh.worker.engines.vllm.start_phases.sender import enter, listening, record
+from kvmesh.worker.engines.vllm.start_phases.sender import enter, fail, listening, record
 
 log = logging.getLogger(__name__)
 LOGGER = "vllm"
+FAILED = "failed to start"  # in a process whose error follows
 
 
 class PhasesOfRecords:
@@ -129,7 +130,10 @@ class _ObservingFactory:
         record = self._factory(*args, **kwargs)
         if record.name.partition(".")[0] == LOGGER and listening():
             try:
-                self._phases.take(record.getMessage(), record.created)
+                message = record.getMessage()
+                self._phases.take(message, record.created)
+                if record.exc_info and record.exc_info[1] and FAILED in message:
+                    fail(record.exc_info[1])
             except Exception as error:  # the log of vLLM must go on
                 if not self._failed:
                     self._failed = True
