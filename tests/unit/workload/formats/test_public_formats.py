@@ -24,7 +24,7 @@ EXPECTED: dict[str, tuple[str, int, int, int, int, int]] = {
     "mooncake_full_blocks.jsonl": ("Mooncake", 2, 2, 330, 64, 128),
     "mooncake_lengths.jsonl": ("Mooncake", 2, 2, 420, 1, 0),
     "aiperf_sessions.jsonl": ("Mooncake", 2, 1, 2624, 512, 1024),
-    "agentic_mooncake_v2.jsonl": ("Dynamo's agentic Mooncake v2", 4, 3, 512, 64, 128),
+    "agentic_mooncake_v2.jsonl": ("Dynamo's agentic Mooncake v2", 4, 3, 512, 64, 256),
     "dynamo_request_trace.jsonl": ("Dynamo's request trace", 3, 2, 126, 16, 48),
     "dynamo_request_trace_enveloped.jsonl": ("Dynamo's request trace", 3, 2, 126, 16, 48),
     "weka": ("Weka's agent sessions", 6, 3, 1270, 64, 576),

@@ -42,15 +42,18 @@ def _pairs(rows: list[TraceRow]) -> Iterator[tuple[TraceRow, TraceRow]]:
 
 
 def _increments(pairs: list[tuple[TraceRow, TraceRow]]) -> bool:
-    """True if the rows show that (nearly) no turn contains its session's previous prompt."""
-    compared = repeated = 0
-    for before, after in pairs:
-        if before.ids and after.ids:
-            # A partial block has an id of its own in each prompt.
-            if before.input_length >= before.block_size:
-                compared += 1
-                repeated += before.ids[0] == after.ids[0]
-        elif not before.ids and not after.ids:
-            compared += 1
-            repeated += after.input_length >= before.input_length + before.output_length
-    return compared > 0 and repeated <= FEW * compared
+    """True if the rows show that (nearly) no turn contains its session's previous prompt.
+
+    Ids of full blocks decide; without any, lengths do, as a partial block's id is in one prompt.
+    """
+    full = [
+        before.ids[0] == after.ids[0]
+        for before, after in pairs
+        if before.ids and after.ids and before.input_length >= before.block_size
+    ]
+    repeats = full or [
+        after.input_length >= before.input_length + before.output_length
+        for before, after in pairs
+        if bool(before.ids) == bool(after.ids)
+    ]
+    return bool(repeats) and sum(repeats) <= FEW * len(repeats)
