@@ -14,7 +14,7 @@ OUTPUT_TOKENS = 128
 T = TypeVar("T")
 
 
-class TraceRow(Struct, kw_only=True):
+class TraceRow(Struct, kw_only=True, gc=False):
     """One request of a trace, with times in milliseconds.
 
     `line` is its place in file number `file`. The prompt is named by `ids` of blocks of
