@@ -233,7 +233,6 @@ def test_a_defect_names_its_file(tmp_path: Path) -> None:
         (b'{"resourceSpans": []}', "OpenTelemetry"),
         (b'{"captureData": {}}', "SageMaker"),
         (b'{"num_turns": 2, "tool_call_latency": [1.4]}', "Applied Compute"),
-        (b'{"payload": {"prompt": "x"}}', "AIPerf's raw payloads"),
         (b'{"schema": "dynamo.agentic_mooncake", "version": 3, "block_size": 1}', "version 3"),
         (b'{"schema": "dynamo.future.v9"}', "dynamo.future.v9"),
         (b'{"colour": "red"}', "no known format"),

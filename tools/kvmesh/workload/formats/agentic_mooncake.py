@@ -17,7 +17,7 @@ from kvmesh.workload.model import LIMIT, Milliseconds, SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.block_ids import match_block_ids
 from kvmesh.workload.reading.options import ReadOptions
-from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, packed, parsed, reason_of
+from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, decoded, packed, parsed, reason_of
 from kvmesh.workload.reading.source import TraceFile
 
 SCHEMA: Final = "dynamo.agentic_mooncake"
@@ -69,7 +69,7 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
         for line, record in records:
             found += 1
             try:
-                fields = msgspec.json.decode(record, type=dict)
+                fields = decoded(record)
                 one = parsed(fields, AgenticRow, NAMES)
                 row = _row(one, header, number, line)
             except msgspec.MsgspecError as error:

@@ -17,7 +17,7 @@ from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.block_ids import match_block_ids
 from kvmesh.workload.reading.options import ReadOptions
 from kvmesh.workload.reading.recorded import follow
-from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, packed, parsed, reason_of
+from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, decoded, packed, parsed, reason_of
 from kvmesh.workload.reading.source import TraceFile
 
 SCHEMAS = ("dynamo.request.trace.v1", "dynamo.agent.trace.v1")
@@ -88,7 +88,7 @@ class _Reader:
 
     def add(self, file: int, line: int, text: bytes) -> None:
         try:
-            fields = _bare(msgspec.json.decode(text, type=dict))
+            fields = _bare(decoded(text))
             if fields.get("event_type") not in EVENTS and fields.get("schema") not in SCHEMAS:
                 self._others += 1
                 return

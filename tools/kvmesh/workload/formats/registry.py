@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 from kvmesh.runtime.quantities import counted
-from kvmesh.workload.errors import Repairs
+from kvmesh.workload.errors import Repairs, WorkloadError
 from kvmesh.workload.formats import native, tracelab
 from kvmesh.workload.formats.detection import FormatError, TraceFormat, format_of
 from kvmesh.workload.generate.agents import AgentGenerator
@@ -54,8 +54,11 @@ def load(
             shipped = ", ".join(builtin())
             raise FormatError(f"{each}: no such file or shipped profile ({shipped})")
     files = trace_files(sources)
-    found = _one_format(files)
+    folders = any(Path(each).is_dir() for each in sources)
+    files, found, left_out = _of_one_format(files, folders)
     repairs = Repairs(files[0].path, repair)
+    for reason in left_out:
+        repairs.assume(reason)
     with _without_collection():
         read = found.read(files, options, repairs)
     workload = adjusted(read.workload, read.starts, options, repairs)
@@ -79,21 +82,43 @@ def _is_profile(source: str) -> bool:
     return Path(source).suffix == ".toml" or (source in builtin() and not Path(source).exists())
 
 
-def _one_format(files: Sequence[TraceFile]) -> TraceFormat:
-    found = format_of(files[0])
-    for file in files[1:]:
-        if (other := format_of(file)) is not found:
+def _of_one_format(
+    files: Sequence[TraceFile], folders: bool
+) -> tuple[list[TraceFile], TraceFormat, list[str]]:
+    """The files that have a format, which must be one, and why others are left out.
+
+    Those of folders may be of none. Raises FormatError, TraceError or OSError.
+    """
+    found: list[tuple[TraceFile, TraceFormat]] = []
+    left_out: list[tuple[TraceFile, WorkloadError]] = []
+    for file in files:
+        try:
+            found.append((file, format_of(file)))
+        except WorkloadError as error:
+            if not folders:
+                raise
+            left_out.append((file, error))
+    if not found:
+        raise left_out[0][1]
+    first, format_ = found[0]
+    for file, other in found:
+        if other is not format_:
             raise FormatError(
-                f"{file} is {other.name}, but {files[0]} is {found.name}: "
+                f"{file} is {other.name}, but {first} is {format_.name}: "
                 "the files of one workload have one format"
             )
-    return found
+    reasons = []
+    if left_out:
+        names = ", ".join(file.path.name for file, _ in left_out[:3])
+        more = " …" if len(left_out) > 3 else ""
+        reasons = [f"left out {counted(len(left_out), 'file')} that are no traces: {names}{more}"]
+    return [file for file, _ in found], format_, reasons
 
 
 def _summary(
     files: Sequence[TraceFile], found: TraceFormat, workload: Workload, starts: Sequence[float]
 ) -> str:
-    several = f" and {len(files) - 1:,} more files" if len(files) > 1 else ""
+    several = f" and {counted(len(files) - 1, 'more file')}" if len(files) > 1 else ""
     hours = (max(starts) - min(starts)) / 3600
     return (
         f"{files[0].path.name}{several}: {found.name}, {counted(len(workload), 'request')} in "

@@ -1,6 +1,7 @@
 """The two meanings of a session's later rows: whole prompts, or what a turn adds."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from kvmesh.workload.errors import Repairs
 from kvmesh.workload.reading.options import Turns
@@ -57,3 +58,17 @@ def _increments(pairs: list[tuple[TraceRow, TraceRow]]) -> bool:
         if bool(before.ids) == bool(after.ids)
     ]
     return bool(repeats) and sum(repeats) <= FEW * len(repeats)
+
+
+def note_overlaps(rows: list[TraceRow], files: int, repairs: Repairs) -> None:
+    """State that several files have requests at the same times."""
+    if files < 2:
+        return
+    spans: dict[int, tuple[float, float]] = {}
+    for row in rows:
+        if row.time is not None:
+            first, last = spans.get(row.file, (row.time, row.time))
+            spans[row.file] = (min(first, row.time), max(last, row.time))
+    ordered = sorted(spans.values())
+    if any(after[0] < before[1] for before, after in pairwise(ordered)):
+        repairs.assume("the times of the files overlap: their requests run side by side")
