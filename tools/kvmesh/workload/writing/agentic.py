@@ -24,11 +24,12 @@ def write(workload: Workload, file: Path, size: int) -> None:
     """Write one row per round, with ids of `size` tokens that mean the same in all plays."""
     ids = BlockIds(workload, size)
     plays = _plays(workload)
+    spawners = _spawners(workload)
     row_encoder, digest = msgspec.json.Encoder(), hashlib.sha256()
     with file.open("wb") as out:
         out.write(_header(size, digest.hexdigest()))
         for index in range(len(workload)):
-            row = row_encoder.encode(_row(workload, index, plays, ids)) + b"\n"
+            row = row_encoder.encode(_row(workload, index, plays, spawners, ids)) + b"\n"
             digest.update(row)
             out.write(row)
         out.seek(0)
@@ -46,10 +47,30 @@ def _header(size: int, digest: str) -> bytes:
     return msgspec.json.encode(header) + b"\n"
 
 
-def _row(workload: Workload, index: int, plays: list[int], ids: BlockIds) -> AgenticRow:
+def _row(
+    workload: Workload, index: int, plays: list[int], spawners: dict[int, int], ids: BlockIds
+) -> AgenticRow:
     round_ = workload.rounds[index]
     session = workload.sessions[round_.session]
     milliseconds = round(round_.at_s * 1e3, 3)
+    dependencies = [
+        AgenticDependency(
+            request_id=f"r{before}",
+            delay_ms=milliseconds,
+            relation=_relation(workload, before, index),
+        )
+        for before in round_.after
+    ]
+    if index in spawners:
+        since = workload.rounds[spawners[index]].at_s
+        dependencies.append(
+            AgenticDependency(
+                request_id=f"r{spawners[index]}",
+                trigger="dispatch",
+                delay_ms=round((round_.at_s - since) * 1e3, 3),
+                relation="spawn",
+            )
+        )
     return AgenticRow(
         request_id=f"r{index}",
         play_id=workload.sessions[plays[round_.session]].name,
@@ -58,18 +79,32 @@ def _row(workload: Workload, index: int, plays: list[int], ids: BlockIds) -> Age
         input_length=round_.input_tokens,
         output_length=round_.output_tokens,
         hash_ids=ids.of(round_),
-        not_before_ms=0.0 if round_.after else milliseconds,
+        not_before_ms=0.0 if dependencies else milliseconds,
         priority=round_.priority,
         policy_class=round_.fair_class,
-        dependencies=[
-            AgenticDependency(
-                request_id=f"r{before}",
-                delay_ms=milliseconds,
-                relation=_relation(workload, before, index),
-            )
-            for before in round_.after
-        ],
+        dependencies=dependencies,
     )
+
+
+def _spawners(workload: Workload) -> dict[int, int]:
+    """The parent's request at or before the start of each child that waits for nothing.
+
+    Such a child starts at its time, which counts from that request's.
+    """
+    rounds = workload.rounds
+    timed: dict[int, list[int]] = {}
+    begun: set[int] = set()
+    found: dict[int, int] = {}
+    for index, round_ in enumerate(rounds):
+        parent = workload.sessions[round_.session].parent
+        if round_.session not in begun and parent is not None and not round_.after:
+            before = [each for each in timed.get(parent, ()) if rounds[each].at_s <= round_.at_s]
+            if before:
+                found[index] = max(before, key=lambda each: rounds[each].at_s)
+        begun.add(round_.session)
+        if not round_.after:
+            timed.setdefault(round_.session, []).append(index)
+    return found
 
 
 def _relation(workload: Workload, before: int, index: int) -> str:
