@@ -210,6 +210,20 @@ parsers: $(ENGINES) .parsers/.installed $(VLLM_VENV)/.installed
 	$(STEP) "installing SGLang's Python code" .parsers/bin/pip install --quiet --no-deps sglang==0.5.23
 	touch $@
 
+# The readers of other tools, each in its own environment, and vLLM's. READERS names others' environments.
+READERS ?= .readers
+.PHONY: readers
+readers: $(ENGINES) $(READERS)/.installed $(VLLM_VENV)/.installed
+	READERS=$(READERS) VLLM_VENV=$(VLLM_VENV) $(BIN)/pytest -q -m readers tests/readers
+
+.readers/.installed:
+	mkdir -p .readers
+	for tool in aiperf==0.13.0 guidellm==0.8.1 ai-dynamo==1.6.1; do \
+	  name=$${tool%%==*}; name=$${name#ai-}; $(PYTHON) -m venv .readers/$$name && \
+	  $(STEP) "installing $$tool" .readers/$$name/bin/pip install --quiet $$tool || exit 1; \
+	done
+	touch $@
+
 sanitize:
 	for kind in thread address,undefined; do \
 	  cmake -S tests/native -B build/sanitize-$$kind -DSANITIZE=$$kind && \
@@ -250,4 +264,4 @@ docs: setup
 	$(BIN)/python -m kvmesh.worker.abilities | sed -i '/^<!-- abilities/r /dev/stdin' docs/engines.md
 
 clean:
-	rm -rf $(VENV) $(COMPILED) $(VLLM_NEXT) build .agents .clients .load-generators .packages .parsers .prometheus .servers .kvmesh .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(COMPILED) $(VLLM_NEXT) build .agents .clients .load-generators .packages .parsers .prometheus .readers .servers .kvmesh .mypy_cache .pytest_cache .ruff_cache

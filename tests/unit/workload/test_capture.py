@@ -1,6 +1,8 @@
 """Captures: decisions and outcomes become rounds with their waits, sharing and lengths."""
 
 from collections.abc import Iterable
+from pathlib import Path
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -8,7 +10,12 @@ import pytest
 
 from kvmesh.bus.messages import Candidate, Decision, Hints, Outcome, encode
 from kvmesh.bus.streams.reader import StreamMessage
+from kvmesh.workload.analysis.sharing import ideal_hits
 from kvmesh.workload.capture import CaptureEnd, CaptureError, Recorder, assemble, fitting_block_size
+from kvmesh.workload.formats.registry import load, save
+from kvmesh.workload.model import Workload
+from kvmesh.workload.reading.options import ReadOptions
+from kvmesh.workload.writing.targets import Target
 
 BLOCK = 16
 
@@ -217,3 +224,46 @@ def test_a_round_is_named_by_what_its_session_waited_for(
     after = workload.rounds[1]
     assert (after.wait, after.wait_class) == (wait, wait_class)
     assert after.waited_for() == ([] if wait == "pause" else waits_for)
+
+
+def captured_day() -> Workload:
+    """A session whose prompts grow by the answers, a compaction, its child, and two strangers."""
+    child = Hints(session="s/x", parent_session="s")
+    return assemble(
+        recorded(
+            decided("a", 1000.0, range(8), 130, SESSION),
+            ended("a", 1001.0),
+            decided("x", 1001.5, [0, 1, 2, 3, 50, 51], 100, child),
+            ended("x", 1002.0),
+            decided("b", 1003.0, range(10), 166, SESSION),
+            ended("b", 1004.0),
+            decided("c", 1010.0, [0, 1, 60, 61], 66, SESSION),
+            ended("c", 1011.0),
+            decided("one", 1012.0, [0, 1, 2, 70], 70),
+            ended("one", 1013.0),
+            decided("two", 1012.5, [0, 1, 2, 70, 71], 80),
+            ended("two", 1014.0),
+        ).rounds
+    )
+
+
+@pytest.mark.parametrize("target", [None, *get_args(Target)])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_what_was_captured_is_written_and_read_again(
+    tmp_path: Path, target: Target | None, suffix: str
+) -> None:
+    if target is not None and suffix == ".json":
+        pytest.skip("other tools read JSON lines")
+    day, file = captured_day(), tmp_path / f"day{suffix}"
+    save(day, file, None, target)
+    seconds = target in ("guidellm", "vllm")
+    again, repairs = load(str(file), options=ReadOptions(time_unit="s" if seconds else None))
+    assert repairs.counts() == {}
+    lengths = [(r.input_tokens, r.output_tokens) for r in day.rounds]
+    assert sorted((r.input_tokens, r.output_tokens) for r in again.rounds) == sorted(lengths)
+    assert sum(ideal_hits(again, BLOCK)) == sum(ideal_hits(day, BLOCK))
+    if target is None or target == "dynamo":
+        assert [(r.after, round(r.at_s, 3)) for r in again.rounds] == [
+            (r.after, round(r.at_s, 3)) for r in day.rounds
+        ]
+        assert [s.parent for s in again.sessions] == [s.parent for s in day.sessions]

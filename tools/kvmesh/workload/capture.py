@@ -116,8 +116,7 @@ def assemble(captured: list[CapturedRound]) -> Workload:
     workload = Workload(
         tree=writer.tree, sessions=writer.sessions, rounds=writer.rounds, block_size=size
     )
-    for members in workload.by_session():
-        link_outputs(workload, members)
+    link_outputs(workload)
     return workload
 
 

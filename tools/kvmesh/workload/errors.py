@@ -5,6 +5,8 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+from kvmesh.runtime.quantities import counted
+
 SHOWN = 10
 _PARTICULARS = re.compile(r"'[^']*'|[-+]?\d[\d,.]*(?:e[-+]?\d+)?")
 
@@ -48,8 +50,9 @@ class TraceError(WorkloadError):
 
 def _description(file: Path, group: list[Problem]) -> str:
     first = group[0]
-    others = f" (and {len(group) - 1:,} more lines like it)" if len(group) > 1 else ""
-    hint = f"; {first.hint}" if first.hint else ""
+    others = f" (and {counted(len(group) - 1, 'more line')} like it)" if len(group) > 1 else ""
+    repair = f"with --repair: {first.repair}" if first.repair else ""
+    hint = f"; {first.hint or repair}" if first.hint or repair else ""
     return f"{first.file or file}:{first.line}: {first.reason}{others}{hint}"
 
 

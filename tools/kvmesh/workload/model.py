@@ -22,7 +22,7 @@ Priority = Annotated[int, Meta(ge=-LIMIT, le=LIMIT)]
 HUMAN, TOOL, PAUSE = "human", "tool", "pause"
 
 
-class Round(Struct, frozen=True, kw_only=True):
+class Round(Struct, frozen=True, kw_only=True, gc=False):
     """One request.
 
     Without `after` (indices of rounds), it starts `at_s` seconds after the start of the workload;
@@ -89,7 +89,7 @@ def wait_of(waits_for: Sequence[str]) -> tuple[str, str]:
     return name, waits_for[2] if len(waits_for) > 2 else ""
 
 
-class Session(Struct, frozen=True, kw_only=True):
+class Session(Struct, frozen=True, kw_only=True, gc=False):
     """One agent's chain of rounds; `parent` is the index of the session that spawned it.
 
     With `ends`, the client marks the last round as the session's final one.

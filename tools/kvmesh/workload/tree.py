@@ -1,5 +1,6 @@
 """The token tree: prefix sharing between prompts, without any token."""
 
+from array import array
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -26,31 +27,32 @@ class Tree:
 
     A prompt is `(branch, tokens)`: the first `tokens` tokens on the path from the root along the
     branch. Two prompts share exactly the tokens before the position at which their paths diverge.
+    `parents` and `starts` are the columns of all branches, to be read only.
     """
 
     def __init__(self) -> None:
-        self._parents: list[int] = []
-        self._starts: list[int] = []
+        self.parents = array("q")
+        self.starts = array("q")
 
     def __len__(self) -> int:
-        return len(self._parents)
+        return len(self.parents)
 
     def fork(self, parent: int = ROOT, start: int = 0) -> int:
         """Add a branch that diverges from `parent` at token `start`; ROOT and 0 share nothing.
 
         Raises ValueError if `parent` does not exist or `start` is not on its path.
         """
-        if not ROOT <= parent < len(self._parents) or start < 0 or (parent == ROOT and start):
+        if not ROOT <= parent < len(self.parents) or start < 0 or (parent == ROOT and start):
             raise ValueError(f"no token {start} on branch {parent}")
-        while parent != ROOT and start <= self._starts[parent]:
-            parent = self._parents[parent]
-        self._parents.append(parent)
-        self._starts.append(start)
-        return len(self._parents) - 1
+        while parent != ROOT and start <= self.starts[parent]:
+            parent = self.parents[parent]
+        self.parents.append(parent)
+        self.starts.append(start)
+        return len(self.parents) - 1
 
     def parent(self, branch: int) -> tuple[int, int]:
         """(parent branch or ROOT, token position) of a branch."""
-        return self._parents[branch], self._starts[branch]
+        return self.parents[branch], self.starts[branch]
 
     def path(self, branch: int, tokens: int) -> list[TokenSegment]:
         """The segments of a prompt, first token first."""
@@ -60,11 +62,11 @@ class Tree:
         """The segments of a prompt as (branch, start, end), last token first."""
         end = tokens
         while branch != ROOT:
-            start = self._starts[branch]
+            start = self.starts[branch]
             if start < end:
                 yield branch, start, end
                 end = start
-            branch = self._parents[branch]
+            branch = self.parents[branch]
 
     def shared(self, one: int, other: int, tokens: int) -> int:
         """Length of the common prefix of two branches, up to `tokens` tokens."""

@@ -42,6 +42,25 @@ def test_policies_side_by_side_and_all_reports(
     assert json.loads(files[2].read_text())["traceEvents"]
 
 
+def test_the_answer_ends_a_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--policy", "round-robin,kv", "--workers", "3") == 0
+    *_, best, other, hint = capsys.readouterr().out.splitlines()
+    assert best.startswith("kv, 3 workers: ")
+    assert "of the prompt tokens are hits (ideal" in best
+    assert other.startswith("round-robin, 3 workers: ")
+    assert hint.startswith("--planner-ttft p95=2s adds")
+
+
+def test_promises_are_counted_and_sized(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--workers", "3", "--planner-ttft", "p95=30s") == 0
+    *_, _, kept = capsys.readouterr().out.splitlines()
+    assert kept == ("kv: keeps ttft p95=30s for 100.0% of the requests; 1 worker would be enough")
+    assert simulate("--group", "1", "--group", "1", "--planner-ttft", "p95=30s") == 0
+    assert "kvmesh plan size searches" in capsys.readouterr().out
+    assert simulate("--planner-ttft", "soon") == 2
+    assert "expected [MODEL/][CLASS:]QUANTILE=TIME" in capsys.readouterr().err
+
+
 def test_a_report_that_cannot_be_written_does_not_affect_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,8 +24,8 @@ from kvmesh.cli.session_trace.turns import (
 from kvmesh.frontend.namespaces import SEPARATOR
 from kvmesh.workload.analysis.analysis import analyze
 from kvmesh.workload.capture import CapturedRound, Recorder, assemble
-from kvmesh.workload.formats.mooncake_write import write
 from kvmesh.workload.formats.registry import load
+from kvmesh.workload.writing.mooncake import write
 
 T0 = 1_700_000_000.0
 

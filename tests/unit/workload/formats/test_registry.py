@@ -37,7 +37,7 @@ def parents(workload: Workload) -> dict[str, str | None]:
 
 def test_the_native_format_is_lossless(tmp_path: Path, agents: Workload) -> None:
     file = tmp_path / "w.json"
-    assert save(agents, file) == []
+    assert save(agents, file).losses == []
     again, _ = load(str(file))
     assert again.rounds == agents.rounds
     assert again.sessions == agents.sessions
@@ -74,7 +74,7 @@ def test_tracelab_sessions_are_closed_loops(tmp_path: Path) -> None:
 def test_tracelab_writes_what_it_read(tmp_path: Path) -> None:
     workload, _ = load(str(csv(tmp_path, SESSIONS)))
     out = tmp_path / "out.csv"
-    assert save(workload, out) == []
+    assert save(workload, out).losses == []
     expected = SESSIONS.replace("a,100", "a,50").replace("b,50", "b,0")
     assert sorted(out.read_text().splitlines()) == sorted(expected.splitlines())
 
@@ -86,7 +86,7 @@ def test_a_shorter_prefix_leaves_the_old_prompt(tmp_path: Path) -> None:
 
 
 def test_tracelab_reports_losses(tmp_path: Path, agents: Workload) -> None:
-    losses = " ".join(save(agents, tmp_path / "out.csv"))
+    losses = " ".join(save(agents, tmp_path / "out.csv").losses)
     assert "prefixes shared between sessions" in losses
     assert "priorities" in losses
     assert "session kinds" in losses
@@ -95,20 +95,21 @@ def test_tracelab_reports_losses(tmp_path: Path, agents: Workload) -> None:
 def test_mooncake_reports_losses(tmp_path: Path) -> None:
     thinkers = AgentGenerator(load_profile("coding-agents"), 1).workload(2)
     thinkers.sessions[0] = structs.replace(thinkers.sessions[0], ends=True)
-    assert save(thinkers, tmp_path / "out.jsonl", 512) == [
+    assert save(thinkers, tmp_path / "out.jsonl", 512).losses == [
         "thinking tokens",
         "session kinds",
         "session ends",
+        "names of tools and human waits",
     ]
 
 
 def test_a_supervised_agents_file_is_lossless_only_in_the_native_format(tmp_path: Path) -> None:
     supervised = AgentGenerator(load_profile("approving-agents"), 1).workload(6)
-    assert save(supervised, tmp_path / "w.json") == []
+    assert save(supervised, tmp_path / "w.json").losses == []
     again, _ = load(str(tmp_path / "w.json"))
     assert again.rounds == supervised.rounds
     assert any(round_.approval_s for round_ in again.rounds)
-    losses = save(supervised, tmp_path / "w.jsonl", 512)
+    losses = save(supervised, tmp_path / "w.jsonl", 512).losses
     expected = ["cache marks", "expected output lengths", "classes of tool calls and approvals"]
     assert losses[-3:] == expected
 
@@ -138,7 +139,7 @@ def test_mooncake_keeps_open_loop_sessions(tmp_path: Path) -> None:
     line = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1], %s}\n'
     trace.write_text(line % '"session_id": "s"' * 2)
     workload, _ = load(str(trace))
-    assert save(workload, again) == []
+    assert save(workload, again).losses == []
     copy, _ = load(str(again))
     assert (copy.rounds, copy.sessions) == (workload.rounds, workload.sessions)
 

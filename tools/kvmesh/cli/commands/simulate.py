@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from kvmesh.cli.arguments import positive
 from kvmesh.cli.scenario import add_scenario, scenarios, simulate, write
 from kvmesh.cli.traces.options import SOURCES, add_trace_options, load_trace, title_of
+from kvmesh.planner.core.promises import Promise, parse_promises
+from kvmesh.planner.errors import PlannerConfigError
 from kvmesh.router.errors import RouterConfigError
 from kvmesh.runtime.quantities import counted
 from kvmesh.settings import Settings
 from kvmesh.simulator.engines import BLOCK_SIZE, mock_core
 from kvmesh.simulator.options import SimulationError, WorkerOptions
+from kvmesh.simulator.report.answer import answer
 from kvmesh.simulator.report.tables import show
 from kvmesh.step_times.profile import StepProfileError
 from kvmesh.terminal.console import stdout_console
@@ -35,16 +38,31 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         workload = workload.first(arguments.limit)
         core = mock_core(settings.mock, arguments.block_size or BLOCK_SIZE)
         options = scenarios(arguments, settings, (WorkerOptions(WORKERS, core),))
+        promises = parsed_promises(settings)
         runs = [simulate(workload, each) for each in options]
-    except (WorkloadError, SimulationError, RouterConfigError, StepProfileError, OSError) as error:
+    except (
+        WorkloadError, SimulationError, RouterConfigError, StepProfileError, PlannerConfigError,
+        OSError,
+    ) as error:  # fmt: skip
         print(f"kvmesh simulate: {error}", file=sys.stderr)
         return 2
     title = f"{title_of(arguments.sources)}, {counted(len(workload), 'request')}"
     if summary:
         print(f"{summary}\n{memory_line(workload, tokens_held(options[0].workers))}")
     status = write("simulate", arguments, title, runs)
-    show([result for _, result in runs], stdout_console())
+    console = stdout_console()
+    show([result for _, result in runs], console)
+    for line in answer(workload, runs, promises):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     return status
+
+
+def parsed_promises(settings: Settings) -> list[Promise]:
+    """The promises of the [planner] settings to every model; raises PlannerConfigError."""
+    planner = settings.planner
+    named = (("ttft", planner.ttft), ("itl", planner.itl), ("queue", planner.queue))
+    parsed = [promise for metric, texts in named for promise in parse_promises(metric, texts)]
+    return [p for p in parsed if not p.model and not p.request_class]
 
 
 def tokens_held(workers: Sequence[WorkerOptions]) -> int:

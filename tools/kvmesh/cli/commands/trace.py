@@ -77,7 +77,7 @@ def _write(rounds: "list[CapturedRound]", arguments: argparse.Namespace) -> None
     from kvmesh.cli.session_trace.turns import session_turns
     from kvmesh.terminal.console import stdout_console
     from kvmesh.workload.capture import assemble
-    from kvmesh.workload.formats.mooncake_write import write
+    from kvmesh.workload.writing.mooncake import write
 
     turns = list(session_turns(rounds))
     if arguments.perfetto is not None:

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
@@ -19,6 +20,7 @@ from kvmesh.workload.analysis.tables import show
 from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.formats.registry import SUFFIXES, save
 from kvmesh.workload.model import Workload
+from kvmesh.workload.writing.targets import Target
 
 FILES = "file to write; its suffix sets the format: " + ", ".join(
     f"{suffix} {name}" for suffix, name in SUFFIXES.items()
@@ -65,7 +67,17 @@ def _output(parser: argparse.ArgumentParser, required: bool) -> None:
     parser.add_argument(
         "-o", "--output", type=result_file, metavar="FILE", required=required, help=FILES
     )
+    _target(parser)
     _block_size(parser, "tokens per hash id of a Mooncake file")
+
+
+def _target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--for",
+        dest="target",
+        choices=get_args(Target),
+        help="write a .jsonl file as this tool reads it",
+    )
 
 
 def _block_size(parser: argparse.ArgumentParser, help_text: str) -> None:
@@ -79,12 +91,21 @@ def _load(arguments: argparse.Namespace) -> Workload:
     return workload
 
 
-def _save(workload: Workload, file: Path | None, block_size: int | None) -> None:
+def _save(
+    workload: Workload, file: Path | None, block_size: int | None, target: Target | None
+) -> None:
     if file is None:
+        if target is not None:
+            raise WorkloadError("--for needs -o FILE")
         return
-    for loss in save(workload, file, block_size):
-        print(f"lost in this format: {loss}", file=sys.stderr)
+    saved = save(workload, file, block_size, target)
+    for loss in saved.losses:
+        print(
+            f"{f'{target} ignores' if target else 'lost in this format'}: {loss}", file=sys.stderr
+        )
     print(f"wrote {counted(len(workload), 'request')} to {file} ({file.stat().st_size:,} bytes)")
+    if saved.usage:
+        print(f"read it with: {saved.usage}" if target else saved.usage)
 
 
 # --- read --------------------------------------------------------------------------------------
@@ -99,7 +120,7 @@ def _read(arguments: argparse.Namespace, _: Settings) -> int:
     workload = _load(arguments)
     requests, sessions = len(workload), len(workload.sessions)
     print(f"{counted(requests, 'request')} in {counted(sessions, 'session')}")
-    _save(workload, arguments.output, arguments.block_size)
+    _save(workload, arguments.output, arguments.block_size, arguments.target)
     return 0
 
 
@@ -132,6 +153,7 @@ def _synthesize_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=result_file, metavar="FILE", required=True, help=FILES
     )
+    _target(parser)
     for field in msgspec.structs.fields(SynthesisOptions):
         if field.name == "seed":
             continue
@@ -160,7 +182,8 @@ def _synthesize(arguments: argparse.Namespace, _: Settings) -> int:
         )
     except msgspec.ValidationError as error:
         raise WorkloadError(str(error).replace("`$.", "`--").replace("_", "-")) from error
-    _save(Synthesizer(workload, options).workload(), arguments.output, options.block_size)
+    made = Synthesizer(workload, options).workload()
+    _save(made, arguments.output, options.block_size, arguments.target)
     return 0
 
 
@@ -193,7 +216,7 @@ def _generate(arguments: argparse.Namespace, _: Settings) -> int:
     workload = AgentGenerator(profile, arguments.seed).workload(arguments.sessions)
     if arguments.output is None:
         show(analyze(workload), stdout_console())
-    _save(workload, arguments.output, arguments.block_size)
+    _save(workload, arguments.output, arguments.block_size, arguments.target)
     return 0
 
 
@@ -222,7 +245,7 @@ def _capture(arguments: argparse.Namespace, settings: Settings) -> int:
         workload = assemble(recorder.rounds)
         if recorder.unfinished:
             print(f"skipped {recorder.unfinished:,} unfinished requests", file=sys.stderr)
-        _save(workload, arguments.output, arguments.block_size)
+        _save(workload, arguments.output, arguments.block_size, arguments.target)
         return 0
 
     return run_on_bus("workload", settings, record)

@@ -2,15 +2,15 @@
 
 from array import array
 from collections import Counter
-from itertools import pairwise
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from kvmesh.workload.analysis.sharing import InfiniteCache, ideal_hits
+from kvmesh.workload.analysis.sharing import ideal_hits
 from kvmesh.workload.model import HUMAN, PAUSE, TOOL, Workload
 from kvmesh.workload.replay.summary import Spread, spread
+from kvmesh.workload.tree import ROOT
 
 VISITS = (1, 2, 10, 100)
 BINS = 24
@@ -60,8 +60,8 @@ def analyze(workload: Workload, block_size: int | None = None) -> Analysis:
     hits = ideal_hits(workload, size)
     inputs = [round_.input_tokens for round_ in rounds]
     total, hit = sum(inputs), sum(hits)
-    unique = _unique(workload)
-    compactions = [_compactions(workload, members) for members in workload.by_session()]
+    unique, visits = _visits(workload)
+    compactions = _compactions(workload)
     return Analysis(
         block_size=size,
         requests=len(rounds),
@@ -75,30 +75,30 @@ def analyze(workload: Workload, block_size: int | None = None) -> Analysis:
         read_write=hit / (total - hit) if total > hit else float("inf"),
         reuse=total / unique if unique else 0.0,
         hits_over_time=_over_time(inputs, hits),
-        visits=_visits(workload),
+        visits=visits,
         input=spread(inputs),
         output=spread(round_.output_tokens for round_ in rounds),
         new_tokens=spread(n - h for n, h in zip(inputs, hits, strict=True)),
         depth=spread(-(-n // size) for n in inputs),
-        rounds_per_session=spread(len(members) for members in workload.by_session() if members),
+        rounds_per_session=spread(Counter(round_.session for round_ in rounds).values()),
         waits=_waits(workload),
         wait_counts=dict(Counter(r.wait for r in rounds if r.wait).most_common()),
-        compactions=sum(compactions),
-        compacting_sessions=sum(map(bool, compactions)) / max(1, len(compactions)),
+        compactions=sum(compactions.values()),
+        compacting_sessions=len(compactions) / max(1, len(workload.sessions)),
         priorities={str(k): v for k, v in sorted(Counter(r.priority for r in rounds).items())},
         input_histogram=histogram(inputs),
     )
 
 
-def _unique(workload: Workload) -> int:
-    cache = InfiniteCache(workload.tree)
-    return sum(r.input_tokens - cache.add(r.branch, r.input_tokens) for r in workload.rounds)
-
-
-def _compactions(workload: Workload, members: list[int]) -> int:
-    """Number of a session's rounds with a prompt below 0.6 of the previous one's length."""
-    lengths = [workload.rounds[index].input_tokens for index in members]
-    return sum(b < 0.6 * a for a, b in pairwise(lengths))
+def _compactions(workload: Workload) -> Counter[int]:
+    """Number of prompts below 0.6 of the length of their session's previous one, by session."""
+    last: dict[int, int] = {}
+    found: Counter[int] = Counter()
+    for round_ in workload.rounds:
+        if round_.input_tokens < 0.6 * last.get(round_.session, 0):
+            found[round_.session] += 1
+        last[round_.session] = round_.input_tokens
+    return found
 
 
 def _over_time(inputs: list[int], hits: list[int]) -> list[float]:
@@ -107,22 +107,34 @@ def _over_time(inputs: list[int], hits: list[int]) -> list[float]:
     return [float(held[p].sum() / totals[p].sum()) if len(p) else 0.0 for p in parts]
 
 
-def _visits(workload: Workload) -> dict[str, tuple[float, float]]:
-    """Shares of the distinct tokens and of all prompt tokens, by the number of prompts."""
-    tree = workload.tree
-    segments = array("q")
-    for round_ in workload.rounds:
-        for segment in tree.reversed_path(round_.branch, round_.input_tokens):
-            segments.extend(segment)
-    tokens, visits = _layers(np.frombuffer(segments, np.int64).reshape(-1, 3))
+def _visits(workload: Workload) -> tuple[int, dict[str, tuple[float, float]]]:
+    """Distinct prompt tokens, and their shares and those of all, by the number of prompts."""
+    tokens, visits = _layers(_segments(workload))
     floors = np.searchsorted(VISITS, visits, side="right") - 1
     distinct = [int(tokens[floors == each].sum()) for each in range(len(VISITS))]
     passed = [int((tokens * visits)[floors == each].sum()) for each in range(len(VISITS))]
     total, references = max(1, sum(distinct)), max(1, sum(passed))
-    return {
+    return sum(distinct), {
         str(least): (one / total, all_ / references)
         for least, one, all_ in zip(VISITS, distinct, passed, strict=True)
     }
+
+
+def _segments(workload: Workload) -> NDArray[np.int64]:
+    """(branch, start, end) of each segment of each prompt."""
+    parents, starts = workload.tree.parents, workload.tree.starts
+    segments = array("q")
+    for round_ in workload.rounds:
+        branch, end = round_.branch, round_.input_tokens
+        while branch != ROOT:
+            start = starts[branch]
+            if start < end:
+                segments.append(branch)
+                segments.append(start)
+                segments.append(end)
+                end = start
+            branch = parents[branch]
+    return np.frombuffer(segments, np.int64).reshape(-1, 3)
 
 
 def _layers(segments: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -1,11 +1,9 @@
 """An infinite prefix cache over the token tree: exact hits, at a cost per branch."""
 
-from itertools import pairwise
-
 from msgspec import structs
 
 from kvmesh.workload.model import Workload
-from kvmesh.workload.tree import Tree
+from kvmesh.workload.tree import ROOT, Tree
 
 
 class InfiniteCache:
@@ -29,34 +27,53 @@ class InfiniteCache:
 
     def add(self, branch: int, tokens: int) -> int:
         """Add the first `tokens` tokens along `branch`; return their previous `hit`."""
-        for part, start, end in self._tree.reversed_path(branch, tokens):
-            held = self._ends.get(part, 0)
-            if held < end:
-                self._ends[part] = end
-            if held > start:
-                return min(held, end) // self._size * self._size
+        parents, starts, ends = self._tree.parents, self._tree.starts, self._ends
+        end = tokens
+        while branch != ROOT:
+            start = starts[branch]
+            if start < end:
+                held = ends.get(branch, 0)
+                if held < end:
+                    ends[branch] = end
+                if held > start:
+                    return min(held, end) // self._size * self._size
+                end = start
+            branch = parents[branch]
         return 0
 
 
 def ideal_hits(workload: Workload, block_size: int) -> list[int]:
     """Tokens of each prompt that an infinite cache would hold, in the order of the rounds."""
-    cache = InfiniteCache(workload.tree, block_size)
+    tree = workload.tree
+    cache = InfiniteCache(tree, block_size)
+    read = bytearray(len(tree) + 1)  # branches of prompts, and those that others continue
+    for branch in tree.parents:
+        read[branch] = 1
+    for round_ in workload.rounds:
+        read[round_.branch] = 1
     hits: list[int] = []
     for round_ in workload.rounds:
-        hits.append(cache.add(round_.branch, round_.input_tokens))
-        cache.add(round_.output_branch, round_.input_tokens + round_.output_tokens)
+        tokens = round_.input_tokens
+        hits.append(cache.add(round_.branch, tokens))
+        if read[round_.output_branch]:
+            cache.add(round_.output_branch, tokens + round_.output_tokens)
     return hits
 
 
-def link_outputs(workload: Workload, members: list[int]) -> None:
+def link_outputs(workload: Workload) -> None:
     """Set the output branch of each round whose output the session's next prompt can contain.
 
     Traces list the blocks of prompts only. The next prompt is assumed to contain the output if it
     repeats all full blocks of the prompt and is long enough for prompt and output.
     """
     tree, rounds, size = workload.tree, workload.rounds, workload.block_size
-    for index, successor in pairwise(members):
-        before, after = rounds[index], rounds[successor]
+    last: dict[int, int] = {}
+    for successor, after in enumerate(rounds):
+        index = last.get(after.session)
+        last[after.session] = successor
+        if index is None:
+            continue
+        before = rounds[index]
         full = before.input_tokens // size * size
         if after.input_tokens < before.input_tokens + before.output_tokens or not full:
             continue

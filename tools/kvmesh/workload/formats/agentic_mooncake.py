@@ -1,12 +1,13 @@
 """Dynamo's agentic Mooncake, version 2: requests of plays with typed dependencies.
 
-The first line is a header with the tokens per block and the namespace of block ids. A request
-starts `not_before_ms` after the start of its play, and `delay_ms` after each dependency: after the
-other request's end (`completion`), or after its start (`dispatch`).
+The first line is a header with the tokens per block and the scope of block ids: those of scope
+`local` mean the same in all plays of a file. A request starts `not_before_ms` after the start of
+its play, and `delay_ms` after each dependency: after the other request's end (`completion`), or
+after its start (`dispatch`).
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec import Struct
@@ -16,10 +17,10 @@ from kvmesh.workload.model import LIMIT, Milliseconds, SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.block_ids import match_block_ids
 from kvmesh.workload.reading.options import ReadOptions
-from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, packed, parsed, reason_of
+from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, decoded, packed, parsed, reason_of
 from kvmesh.workload.reading.source import TraceFile
 
-SCHEMA = "dynamo.agentic_mooncake"
+SCHEMA: Final = "dynamo.agentic_mooncake"
 VERSION = 2
 NAMES = ("request_id", "play_id", "session_id")
 
@@ -29,6 +30,7 @@ class AgenticHeader(Struct, kw_only=True):
     version: int
     block_size: SomeTokens
     hash_id_scope: Literal["local", "global"] = "local"
+    source: dict[str, Any] = {}
 
 
 class AgenticDependency(Struct, kw_only=True):
@@ -38,10 +40,11 @@ class AgenticDependency(Struct, kw_only=True):
     delay_ms: Milliseconds = 0.0
 
 
-class AgenticRow(Struct, kw_only=True):
+class AgenticRow(Struct, kw_only=True, omit_defaults=True):
     request_id: str
     play_id: str
     session_id: str
+    model: str = ""
     input_length: SomeTokens | None = None
     output_length: Tokens | None = None
     input_tokens: SomeTokens | None = None
@@ -55,10 +58,10 @@ class AgenticRow(Struct, kw_only=True):
 
 def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> ReadTrace:
     """The trace in the files; raises TraceError or OSError."""
-    plays: dict[str, int] = {}
+    plays: set[str] = set()
     rows: list[TraceRow] = []
     waits: dict[str, tuple[TraceRow, list[AgenticDependency]]] = {}
-    found = 0
+    found = timed = late = 0
     for number, file in enumerate(files):
         repairs.file = file.path
         records = file.records()
@@ -66,19 +69,24 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
         for line, record in records:
             found += 1
             try:
-                fields = msgspec.json.decode(record, type=dict)
+                fields = decoded(record)
                 one = parsed(fields, AgenticRow, NAMES)
                 row = _row(one, header, number, line)
             except msgspec.MsgspecError as error:
                 repairs.note(line, reason_of(error), "dropped the line")
                 continue
             if header.hash_id_scope == "local":
-                row.scope = plays.setdefault(f"{number}/{one.play_id}", len(plays) + 1)
+                row.scope = number + 1
+            plays.add(f"{number}/{one.play_id}")
+            timed += one.not_before_ms > 0
+            late += one.not_before_ms > 0 and bool(one.dependencies)
             rows.append(row)
             waits[one.request_id] = (row, one.dependencies)
     _set_waits(waits)
-    if plays:
-        repairs.assume(f"{len(plays):,} plays start together: the format has no times between them")
+    if len(plays) > 1 and not timed:
+        repairs.assume(f"{len(plays):,} plays start together: the file has no times between them")
+    if late:
+        repairs.assume(f"{late:,} requests with dependencies start without their not_before_ms")
     match_block_ids(rows, files, repairs)
     return Assembly(files, repairs).trace(rows, found=found)
 

@@ -5,7 +5,6 @@ of shared prefixes).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -15,8 +14,9 @@ from kvmesh.workload.errors import Repairs
 from kvmesh.workload.model import SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.options import ReadOptions, TimeUnit
-from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, parsed
+from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, decoded, moment, parsed
 from kvmesh.workload.reading.source import TraceFile
+from kvmesh.workload.reading.unix_times import rescale_unix_times
 
 Fields = Mapping[str, Any]
 
@@ -116,6 +116,7 @@ class _Reader:
         self._table = table
         self._files = files
         self._repairs = repairs
+        self._options = options
         self._unit = options.milliseconds(table.unit)
         self._assembly = Assembly(files, repairs)
         self._prefixes: dict[str, int] = {}
@@ -140,13 +141,14 @@ class _Reader:
                 else:
                     rows.append(row)
         self._report(rows)
+        rescale_unix_times(rows, self._options, self._table.unit, self._repairs)
         return self._assembly.trace(rows, found=found)
 
     def _parse(self, fields: Fields | bytes | str) -> ArrivalRow:
         if isinstance(fields, str):
             raise ValueError(fields)
         if isinstance(fields, bytes):
-            fields = msgspec.json.decode(fields, type=dict[str, Any])
+            fields = decoded(fields)
         columns = self._table.columns
         lower = {name.strip().lower(): value for name, value in fields.items()}
         named = {columns[name]: value for name, value in lower.items() if name in columns}
@@ -171,17 +173,9 @@ class _Reader:
             input_length=one.prefix_length + one.input_length,
             output_length=one.output_length,
             branch=branch,
-            time=None if one.timestamp is None else self._time(one.timestamp),
+            time=None if one.timestamp is None else moment(one.timestamp, self._unit),
             session=one.session,
         )
-
-    def _time(self, value: float | str) -> float:
-        """Milliseconds of a number, or of a date in ISO 8601 with any number of digits."""
-        try:
-            return float(value) * self._unit
-        except ValueError:
-            time = datetime.fromisoformat(str(value).strip())
-        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1e3
 
     def _report(self, rows: list[TraceRow]) -> None:
         if self._failed:

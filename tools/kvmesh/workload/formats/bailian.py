@@ -14,8 +14,9 @@ from kvmesh.workload.model import SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.block_ids import match_block_ids
 from kvmesh.workload.reading.options import ReadOptions
-from kvmesh.workload.reading.rows import TraceRow, packed, parsed, reason_of
+from kvmesh.workload.reading.rows import TraceRow, decoded, packed, parsed, reason_of
 from kvmesh.workload.reading.source import TraceFile
+from kvmesh.workload.reading.unix_times import rescale_unix_times
 
 BLOCK_SIZE = 16
 
@@ -41,7 +42,7 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
         for line, record in file.records():
             found += 1
             try:
-                one = parsed(msgspec.json.decode(record, type=dict), BailianRow)
+                one = parsed(decoded(record), BailianRow)
             except msgspec.MsgspecError as error:
                 repairs.note(line, reason_of(error), "dropped the line")
                 continue
@@ -50,6 +51,7 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
             parents[one.chat_id] = one.parent_chat_id
     for row, chat in zip(rows, chats, strict=True):
         row.session = f"chat-{_root(chat, parents)}"
+    rescale_unix_times(rows, options, "s", repairs)
     match_block_ids(rows, files, repairs)
     assembly = Assembly(files, repairs)
     assembly.by_content = True

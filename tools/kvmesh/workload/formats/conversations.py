@@ -13,12 +13,13 @@ from typing import Any
 import msgspec
 
 from kvmesh.hashing import TOKEN_BYTES, block_hashes
+from kvmesh.runtime.quantities import counted
 from kvmesh.workload.errors import Repairs
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.options import ReadOptions, TimeUnit
-from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, packed
+from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, decoded, packed
 from kvmesh.workload.reading.source import TraceFile
-from kvmesh.workload.reading.text_records import TextRequest, requests_of
+from kvmesh.workload.reading.text_records import CONVERSATIONS, TextRequest, requests_of
 from kvmesh.workload.reading.turns import apply_turns
 
 BLOCK_SIZE = 16
@@ -50,7 +51,7 @@ class _Reader:
         self._numbers = count(1)
         self._conversations: set[str | None] = set()
         self._unit: TimeUnit | None = options.time_unit
-        self._without_output = self._without_time = 0
+        self._without_output = self._without_time = self._empty = 0
 
     def add(self, file: int, line: int, record: bytes | str | dict[str, Any]) -> None:
         self.found += 1
@@ -58,7 +59,7 @@ class _Reader:
             if isinstance(record, str):
                 raise msgspec.ValidationError(record)
             if isinstance(record, bytes):
-                record = msgspec.json.decode(record, type=dict[str, Any])
+                record = decoded(record)
             requests = self._requests(record)
             for request in requests:
                 self._add(request, file, line)
@@ -68,6 +69,9 @@ class _Reader:
     def _requests(self, record: dict[str, Any]) -> list[TextRequest]:
         """The requests of a record; those of a conversation are a session of their own."""
         number = next(self._numbers)
+        if any(record.get(name) == [] for name in CONVERSATIONS):
+            self._empty += 1
+            return []
         requests = list(requests_of(record, f"conversation-{number}"))
         if not requests:
             raise msgspec.ValidationError("no text, messages or answer in this record")
@@ -82,6 +86,8 @@ class _Reader:
         """State the assumptions about what the records leave out."""
         assume = self._repairs.assume
         assume("lengths are estimates: a token is 4 bytes of text, and a template adds none")
+        if self._empty:
+            assume(f"left out {counted(self._empty, 'conversation')} without a message")
         if self._without_output:
             assume(
                 f"{self._without_output:,} requests without an answer or its length: "

@@ -1,6 +1,6 @@
 """Recognises the format of a trace by its first record or its header."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -21,6 +21,7 @@ from kvmesh.workload.formats import (
 )
 from kvmesh.workload.reading.assembly import ReadTrace
 from kvmesh.workload.reading.options import ReadOptions
+from kvmesh.workload.reading.rows import decoded
 from kvmesh.workload.reading.source import TraceFile
 from kvmesh.workload.reading.text_records import is_text
 
@@ -68,6 +69,8 @@ READ = (
 
 # Formats that are known and not read: a mark in the first bytes or record, the name, the way out.
 BINARY = {
+    b"\xff\xfe": ("text in UTF-16", "write it as UTF-8"),
+    b"\xfe\xff": ("text in UTF-16", "write it as UTF-8"),
     b"PAR1": (
         "Parquet",
         "write it as JSON lines (pandas: `to_json(lines=True)`)",
@@ -90,7 +93,21 @@ OTHERS: tuple[tuple[frozenset[str], str, str], ...] = (
         "Applied Compute's agentic summaries",
         "convert them to Mooncake rows with `delay`",
     ),
-    (frozenset({"payload"}), "AIPerf's raw payloads", "extract their messages or prompts"),
+    (
+        frozenset({"metadata", "metrics"}),
+        "AIPerf's records of a run",
+        "read the trace that the run was made from",
+    ),
+    (
+        frozenset({"benchmarks"}),
+        "GuideLLM's report of a run",
+        "read the data that the run was made from",
+    ),
+    (
+        frozenset({"ttfts", "itls"}),
+        "the result of `vllm bench`",
+        "read the data set that it was made from",
+    ),
     (frozenset({"payloads"}), "AIPerf's inputs.json", "extract their messages or prompts"),
     (frozenset({"forks"}), "AIPerf's DAG", "convert it to agentic Mooncake v2"),
     (frozenset({"spawns"}), "AIPerf's DAG", "convert it to agentic Mooncake v2"),
@@ -106,13 +123,44 @@ def format_of(file: TraceFile) -> TraceFormat:
     for mark, (name, way_out) in BINARY.items():
         if start.startswith(mark):
             raise FormatError(f"{file}: this is {name}, which is not read: {way_out}")
+    if b"\0" in start or _undecodable(start):
+        raise FormatError(f"{file}: this is no text")
     if not file.is_json:
         return _of_table(file)
-    for fields in _records(file):
+    records = _records(file)
+    if not records:
+        raise file.error(1, "no requests in this file")
+    for fields in records:
         found = _of_record(file, fields)
         if found is not None:
             return found
-    return _unknown(file, "its records")
+    inside = _list_in(records[0]) if len(records) == 1 and not file.inside else None
+    if inside is not None:
+        file.inside = inside
+        return format_of(file)
+    return _unknown(file, f"its records ({_some(records[0])})")
+
+
+def _undecodable(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return True
+    return False
+
+
+def _list_in(fields: Mapping[str, Any]) -> str | None:
+    """The name of the only list of objects in a document."""
+    lists = [
+        name
+        for name, value in fields.items()
+        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value)
+    ]
+    return lists[0] if len(lists) == 1 else None
+
+
+def _some(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)[:8]) or "nothing"
 
 
 def _records(file: TraceFile) -> list[dict[str, Any]]:
@@ -121,7 +169,7 @@ def _records(file: TraceFile) -> list[dict[str, Any]]:
     failure: msgspec.MsgspecError | None = None
     for _, (_, record) in zip(range(len(file.head)), file.records(), strict=False):
         try:
-            found.append(msgspec.json.decode(record, type=dict[str, Any]))
+            found.append(decoded(record))
         except msgspec.MsgspecError as error:
             failure = failure or error
     if not found and failure is not None:
@@ -149,10 +197,26 @@ def _of_record(file: TraceFile, fields: Mapping[str, Any]) -> TraceFormat | None
         return ROUNDS
     if "chat_id" in keys and ("hash_ids" in keys or "parent_chat_id" in keys):
         return BAILIAN
+    for name in ("input_length", "hash_ids", "timestamp"):
+        if isinstance(fields.get(name), dict) or _is_column(fields, name):
+            raise FormatError(
+                f"{file}: this is a table by columns, which is not read: write its rows as JSON "
+                "lines (pandas: `to_json(orient='records', lines=True)`)"
+            )
     for marks, name, way_out in OTHERS:
         if marks <= keys or any(marks <= turn.keys() for turn in _turns(fields)):
             raise FormatError(f"{file}: this is {name}, which is not read: {way_out}")
     return _of_lengths(fields)
+
+
+def _is_column(fields: Mapping[str, Any], name: str) -> bool:
+    """True if a field that is one value in a row is a list."""
+    value = fields.get(name)
+    return isinstance(value, list) and (name != "hash_ids" or any(map(_is_list, value)))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
 
 
 def _turns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -182,6 +246,8 @@ def _of_schema(file: TraceFile, schema: str) -> TraceFormat:
 
 def _of_table(file: TraceFile) -> TraceFormat:
     columns = {name.lower() for name in file.table().columns}
+    if {"hash_ids", "input_length"} <= columns:
+        return MOONCAKE
     if columns >= TRACELAB_COLUMNS:
         return TRACELAB
     for table, found in TABLES:
@@ -189,7 +255,7 @@ def _of_table(file: TraceFile) -> TraceFormat:
             return found
     if is_text(dict.fromkeys(columns, "text")):
         return TEXT
-    return _unknown(file, f"its columns ({', '.join(sorted(columns)[:8])})")
+    return _unknown(file, f"its columns ({_some(columns)})")
 
 
 def _unknown(file: TraceFile, what: str) -> TraceFormat:

@@ -17,11 +17,12 @@ from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.block_ids import match_block_ids
 from kvmesh.workload.reading.options import ReadOptions
 from kvmesh.workload.reading.recorded import follow
-from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, packed, parsed, reason_of
+from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, decoded, packed, parsed, reason_of
 from kvmesh.workload.reading.source import TraceFile
 
 SCHEMAS = ("dynamo.request.trace.v1", "dynamo.agent.trace.v1")
 TOOL_EVENTS = ("tool_end", "tool_error")
+EVENTS = ("request_end", *TOOL_EVENTS)
 
 
 class DynamoContext(Struct, kw_only=True):
@@ -83,12 +84,15 @@ class _Reader:
         self.tools: dict[str, list[tuple[float, str]]] = {}
         self.found = 0
         self._repairs = repairs
-        self._without_hashes = 0
+        self._without_hashes = self._others = 0
 
     def add(self, file: int, line: int, text: bytes) -> None:
         try:
-            fields = msgspec.json.decode(text, type=dict)
-            record = parsed(_bare(fields), DynamoRecord)
+            fields = _bare(decoded(text))
+            if fields.get("event_type") not in EVENTS and fields.get("schema") not in SCHEMAS:
+                self._others += 1
+                return
+            record = parsed(fields, DynamoRecord)
             if record.event_type in TOOL_EVENTS:
                 self._add_tool(record)
             elif record.request is not None:
@@ -100,6 +104,8 @@ class _Reader:
             self._repairs.note(line, reason_of(error), "dropped the line")
 
     def report(self) -> None:
+        if self._others:
+            self._repairs.assume(f"{self._others:,} records of other events are not read")
         if self._without_hashes:
             self._repairs.assume(
                 f"{self._without_hashes:,} requests without `replay` hashes share nothing"

@@ -7,11 +7,15 @@ closed-loop turns: a turn starts `delay` ms after the end of the previous one. A
 Dynamo's `mooncake-delta` spell later turns of a session as increments of the prompt.
 """
 
+import re
 from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from kvmesh.runtime.quantities import counted
 from kvmesh.workload.errors import Repairs
 from kvmesh.workload.model import TOOL, Milliseconds, Priority, SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
@@ -20,12 +24,15 @@ from kvmesh.workload.reading.options import ReadOptions
 from kvmesh.workload.reading.rows import (
     OUTPUT_TOKENS,
     TraceRow,
+    decoded,
+    moment,
     packed,
     parsed,
     reason_of,
 )
 from kvmesh.workload.reading.source import TraceFile
-from kvmesh.workload.reading.turns import apply_turns
+from kvmesh.workload.reading.turns import apply_turns, note_overlaps
+from kvmesh.workload.reading.unix_times import rescale_unix_times
 
 BLOCK_SIZE = 512
 
@@ -65,10 +72,12 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
     reader = _Reader(options, repairs)
     for number, file in enumerate(files):
         repairs.file = file.path
-        for line, record in file.records():
+        for line, record in file.records() if file.is_json else file.table():
             reader.add(number, line, record)
-    reader.report()
     rows = reader.rows
+    reader.report()
+    rescale_unix_times(rows, options, "ms", repairs)
+    note_overlaps(rows, len(files), repairs)
     match_block_ids(rows, files, repairs)
     apply_turns(rows, options.turns, repairs)
     return Assembly(files, repairs).trace(rows, ordered=True, found=reader.found)
@@ -86,12 +95,14 @@ class _Reader:
         self._decode = msgspec.json.Decoder(MooncakeRow).decode
         self._without_ids = self._without_output = 0
 
-    def add(self, file: int, line: int, record: bytes) -> None:
+    def add(self, file: int, line: int, record: bytes | str | dict[str, Any]) -> None:
         self.found += 1
         try:
             row = self._row(self._parse(record), file, line)
         except msgspec.MsgspecError as error:
             self._repairs.note(line, reason_of(error), "dropped the line")
+        except ValueError as error:
+            self._repairs.note(line, str(error), "dropped the line")
         else:
             self.rows.append(row)
 
@@ -99,17 +110,35 @@ class _Reader:
         """State the assumptions about what the rows leave out."""
         if self._without_ids:
             self._repairs.assume(f"{self._without_ids:,} requests without hash_ids share nothing")
+        times = [row.time for row in self.rows]
+        if self.rows and all(time is None for time in times):
+            if not any(row.wait_for or row.session for row in self.rows):
+                self._repairs.assume("all requests start at once: the file has no times")
+        elif loose := sum(
+            row.time is None and row.session is None and not row.wait_for for row in self.rows
+        ):
+            self._repairs.assume(f"{counted(loose, 'request')} without a time start with the first")
         if self._without_output:
             self._repairs.assume(
                 f"{self._without_output:,} requests without output_length: "
                 f"{OUTPUT_TOKENS} tokens assumed"
             )
 
-    def _parse(self, record: bytes) -> MooncakeRow:
-        try:
-            return self._decode(record)
-        except msgspec.ValidationError:
-            return parsed(msgspec.json.decode(record, type=dict), MooncakeRow, NAMES)
+    def _parse(self, record: bytes | str | dict[str, Any]) -> MooncakeRow:
+        if isinstance(record, bytes):
+            try:
+                return self._decode(record)
+            except msgspec.DecodeError:
+                record = decoded(record)
+        if isinstance(record, str):
+            raise ValueError(record)
+        fields = {key: value for key, value in record.items() if value not in (None, "")}
+        for name in ("timestamp", "created_time"):
+            if isinstance(fields.get(name), str):
+                fields[name] = moment(fields[name], self._unit) / self._unit
+        if "hash_ids" in fields:
+            fields["hash_ids"] = _ids(fields["hash_ids"])
+        return parsed(fields, MooncakeRow, NAMES)
 
     def _row(self, row: MooncakeRow, file: int, line: int) -> TraceRow:
         size = row.block_size or self._block_size
@@ -140,3 +169,19 @@ class _Reader:
             fair_class=row.fair_class,
             abort_after=row.abort_after,
         )
+
+
+def _ids(value: Any) -> Any:
+    """Block ids as numbers: those that are text by their hash, those of a table as a list."""
+    if isinstance(value, str):
+        value = re.findall(r"[^\s,;\[\]()'\"]+", value)
+    if not isinstance(value, list):
+        return value
+    return [_id(each) if isinstance(each, str) else each for each in value]
+
+
+def _id(text: str) -> int | float:
+    try:
+        return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
+    except ValueError:
+        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

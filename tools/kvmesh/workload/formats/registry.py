@@ -4,11 +4,11 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from kvmesh.runtime.quantities import counted
-from kvmesh.workload.errors import Repairs
-from kvmesh.workload.formats import mooncake_write, native, tracelab
+from kvmesh.workload.errors import Repairs, WorkloadError
+from kvmesh.workload.formats import native, tracelab
 from kvmesh.workload.formats.detection import FormatError, TraceFormat, format_of
 from kvmesh.workload.generate.agents import AgentGenerator
 from kvmesh.workload.generate.profile import builtin, load_profile
@@ -16,10 +16,23 @@ from kvmesh.workload.model import Workload
 from kvmesh.workload.reading.options import ReadOptions
 from kvmesh.workload.reading.source import TraceFile, trace_files
 from kvmesh.workload.reading.window import adjusted
+from kvmesh.workload.writing import mooncake
+from kvmesh.workload.writing.losses import Property, lost
+from kvmesh.workload.writing.targets import Target, write_for
 
 WrittenFormat: TypeAlias = Literal["mooncake", "tracelab", "native"]
 DEFAULTS = ReadOptions()
 SUFFIXES: dict[str, WrittenFormat] = {".jsonl": "mooncake", ".csv": "tracelab", ".json": "native"}
+
+MOONCAKE_HOLDS: tuple[Property, ...] = ("priorities", "classes", "aborts", "parents")
+OWN_ROWS = "rows with wait_for are kvmesh's own spelling; --for writes rows of other tools"
+
+
+class Saved(NamedTuple):
+    """A written file: the properties that were lost, and how its reader takes it."""
+
+    losses: list[str]
+    usage: str = ""
 
 
 def load(
@@ -41,8 +54,11 @@ def load(
             shipped = ", ".join(builtin())
             raise FormatError(f"{each}: no such file or shipped profile ({shipped})")
     files = trace_files(sources)
-    found = _one_format(files)
+    folders = any(Path(each).is_dir() for each in sources)
+    files, found, left_out = _of_one_format(files, folders)
     repairs = Repairs(files[0].path, repair)
+    for reason in left_out:
+        repairs.assume(reason)
     with _without_collection():
         read = found.read(files, options, repairs)
     workload = adjusted(read.workload, read.starts, options, repairs)
@@ -66,21 +82,43 @@ def _is_profile(source: str) -> bool:
     return Path(source).suffix == ".toml" or (source in builtin() and not Path(source).exists())
 
 
-def _one_format(files: Sequence[TraceFile]) -> TraceFormat:
-    found = format_of(files[0])
-    for file in files[1:]:
-        if (other := format_of(file)) is not found:
+def _of_one_format(
+    files: Sequence[TraceFile], folders: bool
+) -> tuple[list[TraceFile], TraceFormat, list[str]]:
+    """The files that have a format, which must be one, and why others are left out.
+
+    Those of folders may be of none. Raises FormatError, TraceError or OSError.
+    """
+    found: list[tuple[TraceFile, TraceFormat]] = []
+    left_out: list[tuple[TraceFile, WorkloadError]] = []
+    for file in files:
+        try:
+            found.append((file, format_of(file)))
+        except WorkloadError as error:
+            if not folders:
+                raise
+            left_out.append((file, error))
+    if not found:
+        raise left_out[0][1]
+    first, format_ = found[0]
+    for file, other in found:
+        if other is not format_:
             raise FormatError(
-                f"{file} is {other.name}, but {files[0]} is {found.name}: "
+                f"{file} is {other.name}, but {first} is {format_.name}: "
                 "the files of one workload have one format"
             )
-    return found
+    reasons = []
+    if left_out:
+        names = ", ".join(file.path.name for file, _ in left_out[:3])
+        more = " …" if len(left_out) > 3 else ""
+        reasons = [f"left out {counted(len(left_out), 'file')} that are no traces: {names}{more}"]
+    return [file for file, _ in found], format_, reasons
 
 
 def _summary(
     files: Sequence[TraceFile], found: TraceFormat, workload: Workload, starts: Sequence[float]
 ) -> str:
-    several = f" and {len(files) - 1:,} more files" if len(files) > 1 else ""
+    several = f" and {counted(len(files) - 1, 'more file')}" if len(files) > 1 else ""
     hours = (max(starts) - min(starts)) / 3600
     return (
         f"{files[0].path.name}{several}: {found.name}, {counted(len(workload), 'request')} in "
@@ -88,30 +126,23 @@ def _summary(
     )
 
 
-def save(workload: Workload, file: Path, block_size: int | None = None) -> list[str]:
-    """Write in the format of the suffix of `file`; return the properties that are lost."""
+def save(
+    workload: Workload, file: Path, block_size: int | None = None, target: Target | None = None
+) -> Saved:
+    """Write in the format of the suffix of `file`, or the one that `target` reads (`.jsonl`)."""
     kind = _written_format(file)
+    if target is not None:
+        if kind != "mooncake":
+            raise FormatError(f"{file}: {target} reads JSON lines; name the file .jsonl")
+        return Saved(*write_for(target, workload, file, block_size))
     if kind == "native":
         native.write(workload, file)
-        return []
-    losses: list[str] = []
+        return Saved([])
     if kind == "mooncake":
-        mooncake_write.write(workload, file, block_size)
-    else:
-        losses += tracelab.write(workload, file)
-    if any(round_.thinking_tokens for round_ in workload.rounds):
-        losses.append("thinking tokens")
-    if any(session.kind for session in workload.sessions):
-        losses.append("session kinds")
-    if any(session.ends for session in workload.sessions):
-        losses.append("session ends")
-    if any(round_.marks for round_ in workload.rounds):
-        losses.append("cache marks")
-    if any(round_.osl for round_ in workload.rounds):
-        losses.append("expected output lengths")
-    if any(round_.wait_class or round_.approval_s for round_ in workload.rounds):
-        losses.append("classes of tool calls and approvals")
-    return losses
+        mooncake.write(workload, file, block_size)
+        losses = list(lost(workload, MOONCAKE_HOLDS))
+        return Saved(losses, OWN_ROWS if mooncake.is_agentic(workload) else "")
+    return Saved([*tracelab.write(workload, file), *lost(workload, MOONCAKE_HOLDS)])
 
 
 def _written_format(file: Path) -> WrittenFormat:

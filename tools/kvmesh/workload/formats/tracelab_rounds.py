@@ -16,7 +16,7 @@ from kvmesh.workload.model import HUMAN, TOOL, SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.options import ReadOptions
 from kvmesh.workload.reading.recorded import follow
-from kvmesh.workload.reading.rows import TraceRow, parsed
+from kvmesh.workload.reading.rows import TraceRow, decoded, parsed
 from kvmesh.workload.reading.source import TraceFile
 from kvmesh.workload.tree import Tree
 
@@ -79,7 +79,7 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
         for line, record in file.records():
             found += 1
             try:
-                one = parsed(msgspec.json.decode(record, type=dict), TracelabRound)
+                one = parsed(decoded(record), TracelabRound)
                 row = _row(one, number, line, found)
             except (msgspec.MsgspecError, ValueError) as error:
                 repairs.note(line, str(error).replace("`$.", "`"), "dropped the line")

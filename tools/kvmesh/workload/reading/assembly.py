@@ -1,6 +1,6 @@
 """Builds a workload from the rows of a trace."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import isfinite
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from kvmesh.workload.analysis.sharing import link_outputs
 from kvmesh.workload.errors import Problem, Repairs, TraceError
 from kvmesh.workload.model import LIMIT, Round, Session, Workload
 from kvmesh.workload.ordering import topological_order
+from kvmesh.workload.reading.prefixes import SharedPrefixes, joined, shared_prefixes
 from kvmesh.workload.reading.rows import TraceRow
 from kvmesh.workload.reading.source import TraceFile
 from kvmesh.workload.reading.tree_builder import TreeBuilder
@@ -17,6 +18,7 @@ from kvmesh.workload.tree import Tree
 
 RENAME_HINT = "--repair reads an id behind other blocks as another block"
 UNIT_HINT = "--time-unit names the unit of the times"
+DONE = TraceRow(line=0, input_length=1, output_length=0)
 
 
 class ReadTrace(Struct, kw_only=True):
@@ -36,6 +38,7 @@ class Assembly:
         self._paths = [file.path for file in files]
         self._repairs = repairs
         self._builders: dict[tuple[int, int], TreeBuilder] = {}
+        self._prefixes: dict[tuple[int, int], SharedPrefixes] = {}
         self._sessions: dict[str, int] = {}
         self._session_list: list[Session] = []
         self._last: dict[int, Round] = {}
@@ -64,18 +67,18 @@ class Assembly:
         self._normalise_times(rows)
         self._make_ids_unique(rows)
         self._order(rows, ordered)
+        grows = any(row.grows for row in rows)
         self._assemble(rows)
         self._repairs.check(found)
-        block_size = max((size for _, size in self._builders), default=1)
+        block_size = max((size for _, size in [*self._builders, *self._prefixes]), default=1)
         workload = Workload(
             tree=self.tree,
             sessions=self._session_list,
             rounds=self._rounds,
             block_size=block_size,
         )
-        if not any(row.grows for row in rows):
-            for members in workload.by_session():
-                link_outputs(workload, members)
+        if not grows:
+            link_outputs(workload)
         return ReadTrace(workload=workload, starts=self._starts)
 
     def _path(self, file: int) -> Path:
@@ -142,18 +145,41 @@ class Assembly:
             rows[:] = [rows[index] for index in sorted(range(len(rows)), key=times.__getitem__)]
 
     def _assemble(self, rows: list[TraceRow]) -> None:
+        """Add a round per row; rows are left behind empty, as both would be in memory."""
         before = self._predecessors(rows)
         if not any(before):
-            for row in rows:
+            self._prepare_prefixes(rows, range(len(rows)))
+            for index, row in enumerate(rows):
                 self._add(row, ())
+                rows[index] = DONE
             return
-        for index in topological_order(before, lambda index: self._note_cycle(rows[index])):
+        order = list(topological_order(before, lambda index: self._note_cycle(rows[index])))
+        self._prepare_prefixes(rows, order)
+        for index in order:
             after = tuple(sorted(self._round_of[other] for other in before[index]))
             self._round_of[index] = len(self._rounds)
             self._add(rows[index], after)
+            rows[index] = DONE
+
+    def _prepare_prefixes(self, rows: list[TraceRow], order: Iterable[int]) -> None:
+        """Find the prefixes that prompts share; those with conflicting ids are added one by one."""
+        if self.by_content or self._builders or any(row.grows for row in rows):
+            return
+        groups: dict[tuple[int, int], list[TraceRow]] = {}
+        for index in order:
+            row = rows[index]
+            if row.ids and row.branch is None:
+                groups.setdefault((row.scope, row.block_size), []).append(row)
+        for key, members in groups.items():
+            flat = joined([row.ids for row in members])
+            found = flat and shared_prefixes(self.tree, key[1], *flat)
+            if found:
+                self._prefixes[key] = found
 
     def _predecessors(self, rows: list[TraceRow]) -> list[set[int]]:
         """Indices of the rows that each row waits for: those it names, or the previous turn."""
+        if not any(row.wait_for or (row.session and row.chained) for row in rows):
+            return []
         named = {row.request_id: i for i, row in enumerate(rows) if row.request_id is not None}
         last: dict[str, int] = {}
         before: list[set[int]] = []
@@ -206,6 +232,9 @@ class Assembly:
             return row.branch, row.input_length
         if not row.ids:
             return self.tree.fork(), row.input_length
+        prefixes = self._prefixes.get((row.scope, row.block_size))
+        if prefixes is not None:
+            return prefixes.add(len(row.ids)), row.input_length
         builder = self.builder(row.scope, row.block_size)
         if self.by_content:
             return builder.add_contents(row.ids), row.input_length

@@ -1,7 +1,9 @@
 """Requests as readers find them, and the fields of one record."""
 
+import json
 from array import array
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,7 +16,7 @@ OUTPUT_TOKENS = 128
 T = TypeVar("T")
 
 
-class TraceRow(Struct, kw_only=True):
+class TraceRow(Struct, kw_only=True, gc=False):
     """One request of a trace, with times in milliseconds.
 
     `line` is its place in file number `file`. The prompt is named by `ids` of blocks of
@@ -61,6 +63,37 @@ def packed(ids: list[int]) -> Sequence[int]:
         except OverflowError:
             continue
     return ids
+
+
+def decoded(record: bytes) -> dict[str, Any]:
+    """The fields of a JSON object; `NaN` and `Infinity`, which Python writes, are null.
+
+    Raises msgspec.MsgspecError.
+    """
+    try:
+        return msgspec.json.decode(record, type=dict[str, Any])
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        if not any(name in record for name in (b"NaN", b"Infinity")):
+            raise
+        try:
+            fields = json.loads(record, parse_constant=lambda _: None)
+        except ValueError as error:
+            raise msgspec.DecodeError(f"JSON is malformed: {error}") from error
+        return msgspec.convert(fields, dict[str, Any])
+
+
+def moment(value: float | str, unit_ms: float) -> float:
+    """Milliseconds of a number of units, or of a date in ISO 8601; raises ValueError.
+
+    A date may have any number of digits; without a zone it is UTC.
+    """
+    try:
+        return float(value) * unit_ms
+    except ValueError:
+        time = datetime.fromisoformat(str(value).strip())
+    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1e3
 
 
 def parsed(fields: dict[str, Any], type_: type[T], names: Iterable[str] = ()) -> T:

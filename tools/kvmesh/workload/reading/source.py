@@ -5,6 +5,7 @@ import gzip
 import io
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -16,6 +17,8 @@ from kvmesh.workload.errors import Problem, TraceError, WorkloadError
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".traj")
 PEEKED_LINES = 50
+MOST_PACKINGS = 3  # gzip within gzip
+DELIMITERS = ",;\t|"
 _GZIP = b"\x1f\x8b"
 _MARK = b"\xef\xbb\xbf"
 _DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
@@ -32,6 +35,7 @@ class TraceFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.inside = ""
 
     def __str__(self) -> str:
         return str(self.path)
@@ -69,8 +73,15 @@ class TraceFile:
         return bool(self.head) and self.head[0].lstrip()[:1] in (b"{", b"[")
 
     def records(self) -> Iterator[Record]:
-        """(line or item, JSON) of each record of JSON lines, an array, or a single document."""
-        if self._has_rows:
+        """(line or item, JSON) of each record of JSON lines, an array, or a single document.
+
+        Those in `inside`, a list of the document, if a reader has named it.
+        """
+        if self.inside:
+            document = msgspec.json.decode(self.read(), type=dict[str, msgspec.Raw])
+            items = msgspec.json.decode(document[self.inside], type=list[msgspec.Raw])
+            yield from ((index, bytes(item)) for index, item in enumerate(items, 1))
+        elif self._has_rows:
             yield from self.lines()
         elif self.head[0].lstrip().startswith(b"["):
             try:
@@ -97,13 +108,20 @@ class TraceFile:
     def error(self, line: int, reason: str, hint: str = "") -> TraceError:
         return TraceError(self.path, [Problem(line, reason, "", self.path, hint)])
 
-    def _open(self) -> BinaryIO:
-        with self.path.open("rb") as stream:
-            zipped = stream.read(2) == _GZIP
-        return io.BufferedReader(gzip.open(self.path)) if zipped else self.path.open("rb")
+    @contextmanager
+    def _open(self) -> Iterator[BinaryIO]:
+        """The content, unpacked as often as it is packed."""
+        with ExitStack() as opened:
+            stream = opened.enter_context(self.path.open("rb"))
+            for _ in range(MOST_PACKINGS):
+                if stream.peek(2)[:2] != _GZIP:
+                    break
+                unpacked: Any = opened.enter_context(gzip.GzipFile(fileobj=stream, mode="rb"))
+                stream = io.BufferedReader(unpacked)
+            yield stream
 
 
-EXCESS = ""
+EXCESS = "\0"
 
 
 class Table:
@@ -111,7 +129,9 @@ class Table:
 
     def __init__(self, file: TraceFile) -> None:
         self._file = file
-        self._reader = csv.DictReader(self._text(), restkey=EXCESS)
+        header = file.head[0] if file.head else b""
+        delimiter = max(DELIMITERS, key=lambda each: header.count(each.encode()))
+        self._reader = csv.DictReader(self._text(), restkey=EXCESS, delimiter=delimiter)
         try:
             self.columns = [name.strip() for name in self._reader.fieldnames or ()]
         except csv.Error as error:

@@ -46,19 +46,29 @@ class TextRequest(Struct, kw_only=True):
 
 def is_text(fields: Mapping[str, Any]) -> bool:
     """True if a record holds a prompt, messages or turns."""
+    fields = _request_body(fields)
     names = ("turns", "texts", *CONVERSATIONS, *PROMPTS)
     return any(isinstance(fields.get(name), str | list) for name in names)
 
 
 def requests_of(record: Mapping[str, Any], name: str) -> Iterator[TextRequest]:
     """The requests of a record; `name` names its session if the record does not."""
-    fields = {key: value for key, value in record.items() if value not in (None, "")}
+    body = _request_body(record)
+    fields = {key: value for key, value in body.items() if value not in (None, "")}
     if isinstance(fields.get("turns"), list):
         return _turns(fields, name)
     conversation = next((fields[key] for key in CONVERSATIONS if _is_list(fields, key)), None)
     if conversation is not None and not _is_one_request(fields, conversation):
         return _answers(_steps(conversation), _session(fields) or name)
     return iter([_single(fields, conversation)])
+
+
+def _request_body(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The body of a recorded HTTP request with the fields beside it (OpenAI's batches, AIPerf)."""
+    for key in ("body", "payload"):
+        if isinstance(record.get(key), dict):
+            return {**record, **record[key]}
+    return record
 
 
 def _is_list(fields: Mapping[str, Any], key: str) -> bool:

@@ -1,6 +1,7 @@
 """The two meanings of a session's later rows: whole prompts, or what a turn adds."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from kvmesh.workload.errors import Repairs
 from kvmesh.workload.reading.options import Turns
@@ -42,15 +43,32 @@ def _pairs(rows: list[TraceRow]) -> Iterator[tuple[TraceRow, TraceRow]]:
 
 
 def _increments(pairs: list[tuple[TraceRow, TraceRow]]) -> bool:
-    """True if the rows show that (nearly) no turn contains its session's previous prompt."""
-    compared = repeated = 0
-    for before, after in pairs:
-        if before.ids and after.ids:
-            # A partial block has an id of its own in each prompt.
-            if before.input_length >= before.block_size:
-                compared += 1
-                repeated += before.ids[0] == after.ids[0]
-        elif not before.ids and not after.ids:
-            compared += 1
-            repeated += after.input_length >= before.input_length + before.output_length
-    return compared > 0 and repeated <= FEW * compared
+    """True if the rows show that (nearly) no turn contains its session's previous prompt.
+
+    Ids of full blocks decide; without any, lengths do, as a partial block's id is in one prompt.
+    """
+    full = [
+        before.ids[0] == after.ids[0]
+        for before, after in pairs
+        if before.ids and after.ids and before.input_length >= before.block_size
+    ]
+    repeats = full or [
+        after.input_length >= before.input_length + before.output_length
+        for before, after in pairs
+        if bool(before.ids) == bool(after.ids)
+    ]
+    return bool(repeats) and sum(repeats) <= FEW * len(repeats)
+
+
+def note_overlaps(rows: list[TraceRow], files: int, repairs: Repairs) -> None:
+    """State that several files have requests at the same times."""
+    if files < 2:
+        return
+    spans: dict[int, tuple[float, float]] = {}
+    for row in rows:
+        if row.time is not None:
+            first, last = spans.get(row.file, (row.time, row.time))
+            spans[row.file] = (min(first, row.time), max(last, row.time))
+    ordered = sorted(spans.values())
+    if any(after[0] < before[1] for before, after in pairwise(ordered)):
+        repairs.assume("the times of the files overlap: their requests run side by side")

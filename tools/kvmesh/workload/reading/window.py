@@ -8,12 +8,14 @@ from kvmesh.workload.model import Round, Session, Workload
 from kvmesh.workload.reading.options import ReadOptions
 
 
-def planned_starts(workload: Workload) -> list[float]:
-    """Seconds from the start to each round if every request took no time."""
+def planned_starts(workload: Workload, token_s: float = 0.0) -> list[float]:
+    """Seconds from the start to each round if an output token took `token_s` and nothing else."""
     starts: list[float] = []
+    ends: list[float] = []
     for round_ in workload.rounds:
-        before = max((starts[index] for index in round_.after), default=0.0)
-        starts.append(before + round_.at_s)
+        start = max((ends[index] for index in round_.after), default=0.0) + round_.at_s
+        starts.append(start)
+        ends.append(start + round_.output_tokens * token_s)
     return starts
 
 

@@ -1,13 +1,12 @@
-"""Writes Mooncake traces: plain for independent requests, agentic for sessions."""
+"""Writes Mooncake traces as kvmesh reads them: plain, or agentic with waits of its own spelling."""
 
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from kvmesh.workload.formats.mooncake import BLOCK_SIZE, MooncakeRow
 from kvmesh.workload.model import HUMAN, Round, Workload
-from kvmesh.workload.tree import mix
+from kvmesh.workload.writing.block_ids import BlockIds
 
 
 def write(workload: Workload, file: Path, block_size: int | None = None) -> None:
@@ -17,9 +16,7 @@ def write(workload: Workload, file: Path, block_size: int | None = None) -> None
     """
     size = block_size or (workload.block_size if workload.block_size > 1 else BLOCK_SIZE)
     ids = BlockIds(workload, size)
-    agentic = any(round_.after for round_ in workload.rounds) or any(
-        len(members) > 1 for members in workload.by_session()
-    )
+    agentic = is_agentic(workload)
     encode = msgspec.json.Encoder().encode
     with file.open("wb") as out:
         for index, round_ in enumerate(workload.rounds):
@@ -38,22 +35,11 @@ def write(workload: Workload, file: Path, block_size: int | None = None) -> None
             out.write(encode(row) + b"\n")
 
 
-class BlockIds:
-    """Numbers blocks in order of appearance."""
-
-    def __init__(self, workload: Workload, size: int) -> None:
-        self._tree = workload.tree
-        self._size = size
-        self._ids: dict[int, int] = {}
-
-    def of(self, round_: Round) -> list[int]:
-        """One id per started block; a partial last block is never shared."""
-        tokens = round_.input_tokens
-        blocks = self._tree.blocks(round_.branch, tokens, self._size).tolist()
-        if tokens % self._size:
-            last = self._tree.path(round_.branch, tokens)[-1].branch
-            blocks.extend(mix(last, np.array([tokens])).tolist())
-        return [self._ids.setdefault(block, len(self._ids)) for block in blocks]
+def is_agentic(workload: Workload) -> bool:
+    """True if requests wait for others or belong together."""
+    return any(round_.after for round_ in workload.rounds) or any(
+        len(members) > 1 for members in workload.by_session()
+    )
 
 
 def _time(row: MooncakeRow, round_: Round) -> None:

@@ -1,0 +1,189 @@
+"""One trace as other programs write it: packed, quoted, in other units, beside other files."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmesh.workload.errors import TraceError
+from kvmesh.workload.formats.detection import FormatError
+from kvmesh.workload.formats.registry import load
+from kvmesh.workload.model import Workload
+from kvmesh.workload.reading.options import ReadOptions
+
+ROWS: list[dict[str, Any]] = [
+    {"timestamp": n * 100, "input_length": 1025 + n, "output_length": 10,
+     "hash_ids": [1, 2 + n % 3, 100 + n]}
+    for n in range(6)
+]  # fmt: skip
+TEXT = "".join(json.dumps(row) + "\n" for row in ROWS)
+COLUMNS = ",".join(ROWS[0])
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,374,44\n"
+
+
+def rows(**changed: Any) -> str:
+    """The rows, with fields changed by functions of their values."""
+    return "".join(
+        json.dumps({k: changed[k](v) if k in changed else v for k, v in row.items()}) + "\n"
+        for row in ROWS
+    )
+
+
+def shape(workload: Workload) -> list[tuple[float, int, int]]:
+    """Time, length and shared tokens of each prompt with the first one."""
+    first = workload.rounds[0].branch
+    return [
+        (round(r.at_s, 6), r.input_tokens, workload.tree.shared(first, r.branch, 1 << 20))
+        for r in workload.rounds[1:]
+    ]
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> list[tuple[float, int, int]]:
+    file = tmp_path / "plain.jsonl"
+    file.write_text(TEXT)
+    return shape(load(str(file))[0])
+
+
+ISO = "2024-05-01T10:00:{:06.3f}+02:00"
+SPELLINGS: dict[str, bytes] = {
+    "windows": TEXT.replace("\n", "\r\n").encode(),
+    "mark": TEXT.encode("utf-8-sig"),
+    "twice packed": gzip.compress(gzip.compress(TEXT.encode())),
+    "an array": json.dumps(ROWS, indent=2).encode(),
+    "in a document": json.dumps({"version": 1, "data": ROWS}).encode(),
+    "floats": rows(input_length=float, hash_ids=lambda ids: [float(each) for each in ids]).encode(),
+    "texts": rows(timestamp=str, hash_ids=lambda ids: [str(each) for each in ids]).encode(),
+    "hashes": rows(hash_ids=lambda ids: [f"{each:x}-hash" for each in ids]).encode(),
+    "wide": rows(hash_ids=lambda ids: [each + (1 << 70) for each in ids]).encode(),
+    "before 0": rows(timestamp=lambda time: time - 5000).encode(),
+    "dates": rows(timestamp=lambda time: ISO.format(time / 1000)).encode(),
+    "seconds": rows(timestamp=lambda time: 1714557600 + time / 1e3).encode(),
+    "micros": rows(timestamp=lambda time: 1714557600_000_000 + time * 1000).encode(),
+    "nanos": rows(timestamp=lambda time: 1714557600_000_000_000 + time * 10**6).encode(),
+    "table": "\n".join(
+        [COLUMNS, *(",".join(f'"{value}"' for value in row.values()) for row in ROWS)]
+    ).encode(),
+    "tabs": "\n".join(
+        ["\t".join(ROWS[0]), *("\t".join(map(str, row.values())) for row in ROWS)]
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_spelling_changes_nothing(
+    tmp_path: Path, plain: list[tuple[float, int, int]], name: str
+) -> None:
+    file = tmp_path / "trace"
+    file.write_bytes(SPELLINGS[name])
+    workload, repairs = load(str(file))
+    assert shape(workload) == plain
+    unix = name in ("seconds", "micros", "nanos")
+    assert [note.startswith("times are read as Unix times in") for note in repairs.notes] == (
+        [True] if unix else []
+    )
+
+
+def test_a_unit_that_is_named_is_not_guessed(tmp_path: Path) -> None:
+    file = tmp_path / "trace"
+    file.write_bytes(SPELLINGS["seconds"])
+    workload, repairs = load(str(file), options=ReadOptions(time_unit="ms"))
+    assert workload.rounds[1].at_s == pytest.approx(0.0001)
+    assert repairs.notes == []
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "no requests in this file"),
+        (b"[]", "no requests in this file"),
+        (b"\n\n", "no requests in this file"),
+        (AZURE.splitlines()[0].encode(), "no requests in this file"),
+        (TEXT.encode("utf-16"), "this is text in UTF-16, which is not read: write it as UTF-8"),
+        (b"\x00\x01\x02", "this is no text"),
+        (b"\x93\x81\n", "this is no text"),
+        (b'{"a": 1, "b": 2}', r"no known format has its records \(a, b\)"),
+        (
+            json.dumps({k: {"0": 1} for k in ROWS[0]}).encode(),
+            r"a table by columns, .*orient='records'",
+        ),
+        (json.dumps({k: [row[k] for row in ROWS] for k in ROWS[0]}).encode(), "by columns"),
+        (b'{"benchmarks": [{"requests": {}}]}', "GuideLLM's report of a run"),
+        (b'{"ttfts": [1], "itls": [[1]], "input_lens": [3]}', "the result of `vllm bench`"),
+        (b'{"metadata": {}, "metrics": {"ttft": 1}}', "AIPerf's records of a run"),
+    ],
+)
+def test_a_file_without_requests_is_named(tmp_path: Path, content: bytes, reason: str) -> None:
+    file = tmp_path / "trace"
+    file.write_bytes(content)
+    with pytest.raises((FormatError, TraceError), match=reason):
+        load(str(file))
+
+
+def test_nan_is_a_missing_value(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(TEXT + '{"timestamp": NaN, "input_length": 9, "output_length": NaN}\n')
+    workload, repairs = load(str(file))
+    assert len(workload) == 7
+    assert "1 request without a time start with the first" in repairs.notes
+    assert "1 requests without output_length: 128 tokens assumed" in repairs.notes
+
+
+def test_defects_name_their_repair(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(TEXT + '{"timestamp": 900, "input_length": -1}\n' * 3)
+    with pytest.raises(TraceError, match=r"2 more lines like it\); with --repair: dropped the"):
+        load(str(file))
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_tables_have_delimiters_and_an_index(tmp_path: Path, delimiter: str) -> None:
+    file = tmp_path / "azure.csv"
+    header, row = AZURE.splitlines()
+    file.write_text(f",{header}\r\n0,{row}\r\n1,{row}".replace(",", delimiter))
+    assert [round_.input_tokens for round_ in load(str(file))[0].rounds] == [374, 374]
+
+
+def test_a_folder_may_hold_other_files(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# A trace")
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "license.json").write_text('{"license": "MIT"}')
+    with pytest.raises(TraceError, match="no requests in this file"):
+        load(str(tmp_path))
+    (tmp_path / "trace.jsonl").write_text(TEXT)
+    workload, repairs = load(str(tmp_path))
+    assert len(workload) == 6
+    assert repairs.notes == ["left out 2 files that are no traces: empty.jsonl, license.json"]
+    with pytest.raises(TraceError, match=r"empty.jsonl:1: no requests"):
+        load([str(tmp_path / "empty.jsonl"), str(tmp_path / "trace.jsonl")])
+
+
+def test_files_of_the_same_times_run_side_by_side(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(TEXT)
+    _, repairs = load(str(tmp_path))
+    assert repairs.notes == ["the times of the files overlap: their requests run side by side"]
+    (tmp_path / "b.jsonl").write_text(rows(timestamp=lambda time: time + 1000))
+    assert load(str(tmp_path))[1].notes == []
+
+
+def test_bodies_of_recorded_requests_are_read(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "hello " * 50}], "max_tokens": 20}
+    for name, record in {
+        "batch.jsonl": {"custom_id": "1", "url": "/v1/chat/completions", "body": body},
+        "payloads.jsonl": {"timestamp": 0, "payload": body},
+    }.items():
+        (tmp_path / name).write_text(json.dumps(record) + "\n")
+        (round_,) = load(str(tmp_path / name))[0].rounds
+        assert (round_.input_tokens, round_.output_tokens) == (77, 20)
+
+
+def test_conversations_without_messages_are_left_out(tmp_path: Path) -> None:
+    said = [{"from": "human", "value": "hi " * 20}, {"from": "gpt", "value": "hello"}]
+    file = tmp_path / "sharegpt.json"
+    file.write_text(json.dumps([{"id": "e", "conversations": []}, {"conversations": said}]))
+    workload, repairs = load(str(file))
+    assert len(workload) == 1
+    assert "left out 1 conversation without a message" in repairs.notes

@@ -1,0 +1,1 @@
+"""Writers of traces: kvmesh's own spelling, and those of other tools."""
