@@ -60,7 +60,8 @@ class StartError(Exception):
 class Service:
     """The context of a service's main coroutine: bus, settings, identity, tasks.
 
-    `entered` is the monotonic time at which the process began to run the service.
+    `entered` is the monotonic time at which the process began to run the service. A second signal
+    sets `hurry` and a third one ends the process; the second does if there is no such event.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Service:
         self.name = name
         self.instance = f"{name}-{secrets.token_hex(4)}"
         self.stopping = asyncio.Event()
+        self.hurry: asyncio.Event | None = None
         self.failed = False
         self.warnings = Warnings()
         bus.faults.observe(self.warnings.update)
@@ -232,11 +234,15 @@ async def _prepare(service: Service) -> None:
 
 
 def _on_signal(service: Service) -> None:
-    if service.stopping.is_set():
-        log.warning("second signal: stopping immediately")
+    if not service.stopping.is_set():
+        service.stopping.set()
+    elif service.hurry is not None and not service.hurry.is_set():
+        log.warning("second signal: no longer waiting for running requests")
+        service.hurry.set()
+    else:
+        log.warning("signalled again: stopping immediately")
         sys.stderr.flush()
         os._exit(130)
-    service.stopping.set()
 
 
 def bus_options(nats: NatsSettings) -> BusOptions:

@@ -203,6 +203,12 @@ COMMANDS = (
         sections=("nats", "streams", "log"),
     ),
     Command(
+        "roll",
+        "replace the processes of a service one at a time, under load",
+        "kvmesh.cli.commands.roll",
+        sections=("nats", "streams", "log"),
+    ),
+    Command(
         "keys", "add, list, revoke and rotate API keys", "kvmesh.cli.commands.keys", sections=BUS
     ),
     Command("tool", "report a tool that a session of an agent runs", "kvmesh.cli.commands.tool"),

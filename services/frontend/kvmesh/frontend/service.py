@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY
 from kvmesh.bus.client import Subscription
 from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.discovery.leases import Lease
+from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import Instance, Role, StepOutput
 from kvmesh.bus.storage.buckets import expiring_bucket
 from kvmesh.bus.storage.shared_secret import SecretUnusable
@@ -55,6 +56,8 @@ from kvmesh.settings.schema import FrontendSettings
 log = logging.getLogger(__name__)
 CHECK_S = 1.0
 CLOSE_LOG_S = 1.0
+TELL_S = 0.5
+QUIET_S, LOOK_S = 0.25, 0.02  # without a request on any connection, before all are closed
 GRACE_S = 3.0  # for final error frames, after `drain_timeout_s`
 LOADING_S = 10.0  # a model that takes longer loads while requests for others are served
 SWITCH_S = 0.001  # after which a tokenizing thread yields the GIL to the event loop
@@ -222,10 +225,32 @@ class FrontendService:
         if lease.card.labels != self.labels:
             await lease.update(replace(lease.card, labels=self.labels))
 
+    async def _end_connection(self, _: web.Request, response: web.StreamResponse) -> None:
+        """Have clients send nothing more on a connection that is about to close."""
+        if self._service.stopping.is_set():
+            response.force_close()
+
     async def drain(self, _: web.Application) -> None:
-        """Wait for running requests, after the port is closed and before connections are."""
-        await self.dispatcher.drain(self._settings.drain_timeout_s)
+        """Fail the requests that still run, after `finish`."""
+        await self.dispatcher.drain(0.0)
         self.routes.stop()
+
+    async def finish(self, runner: Runner) -> None:
+        """Serve open connections until none has a request, for `drain_timeout_s` at most.
+
+        A client that reads the end of an answer may send its next request at once, on the same
+        connection: a response that begins from now on tells it to open another one.
+        """
+        await runner.stop_listening()
+        clock, hurry = asyncio.get_running_loop().time, self._service.hurry
+        used = clock()
+        deadline = used + self._settings.drain_timeout_s
+        while clock() < deadline and not (hurry is not None and hurry.is_set()):
+            if runner.busy:
+                used = clock()
+            elif clock() - used > QUIET_S:
+                return
+            await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:
         await self.cache_api.close()
@@ -257,6 +282,7 @@ class FrontendService:
         access_log = configure_access_log(form, name, TextFormatter(name), self._lines)
         more, warnings = self.cache_api.routes, self._service.warnings
         app = application(parts, self, more, warnings, access_log)
+        app.on_response_prepare.append(self._end_connection)
         app.on_shutdown.append(self.drain)
         return app
 
@@ -304,9 +330,12 @@ async def main(service: Service) -> None:
     service.spawn(prefork.follow_parent(service), "parent")
     service.spawn(publish_warnings(lambda: lease, service.warnings), "warnings")
     status = await serve_metrics(settings, lambda: not frontend.missing(), service.warnings)
+    service.hurry = asyncio.Event()
     try:
         await service.stopping.wait()
+        await _tell_draining(lease)
         await asyncio.sleep(settings.linger_s)
+        await frontend.finish(runner)
     finally:
         await runner.cleanup()
         await lease.close()
@@ -317,6 +346,15 @@ async def main(service: Service) -> None:
         REGISTRY.unregister(served)
         if settings.metrics_tenants:
             REGISTRY.unregister(tenants)
+
+
+async def _tell_draining(lease: Lease) -> None:
+    """Show on the card that this frontend leaves, as another of its name may have joined."""
+    try:
+        async with asyncio.timeout(TELL_S):
+            await lease.update(replace(lease.card, draining=True))
+    except (BusError, TimeoutError) as error:
+        log.debug("the card does not say that this frontend leaves: %s", cause(error))
 
 
 def _check_exposure(settings: FrontendSettings, keys: bool) -> None:

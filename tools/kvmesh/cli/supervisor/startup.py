@@ -16,6 +16,7 @@ from kvmesh.cli.supervisor.starts.watch import CARDLESS, StartWatch
 from kvmesh.settings import Settings, redacted
 
 if TYPE_CHECKING:
+    from kvmesh.cli.rolling.replacements import Replacements
     from kvmesh.cli.supervisor.mesh import SupervisedMesh
     from kvmesh.cli.supervisor.mesh_view import MeshView
     from kvmesh.cli.supervisor.operator import FleetOperator
@@ -32,6 +33,7 @@ class StartupGuide:
         self._started = time.monotonic()
         self._watch = StartWatch(settings.up.ready_timeout_s, log)
         self._operator: FleetOperator | None = None
+        self._replacements: Replacements | None = None
         self.view: MeshView | None = None
 
     async def after_nats(self) -> None:
@@ -59,10 +61,13 @@ class StartupGuide:
         self._announce(keyless=await self._is_keyless(view))
         if self._operator is not None:
             self._operator.start()
+        await self._obey_rolls(mesh, view)
 
     async def before_stop(self) -> None:
         """Disconnect before NATS stops."""
         await self._watch.close()
+        if self._replacements is not None:
+            await self._replacements.close()
         if self._operator is not None:
             await self._operator.close()
         if self.view is not None:
@@ -89,6 +94,15 @@ class StartupGuide:
             await self._operator.open()
         except BusError as error:
             raise UpError(f"cannot follow the wanted fleet: {cause(error)}") from error
+
+    async def _obey_rolls(self, mesh: "SupervisedMesh", view: "MeshView") -> None:
+        """Replace processes from now on, as `kvmesh roll` orders."""
+        module = await asyncio.to_thread(import_module, "kvmesh.cli.rolling.replacements")
+        self._replacements = module.Replacements(view, self._settings, mesh, self._log.note)
+        try:
+            await self._replacements.open()
+        except BusError as error:
+            self._log.note(f"kvmesh roll cannot replace processes here: {cause(error)}", "W")
 
     def _health_checks(self) -> list[tuple[str, int]]:
         """The hosts and ports whose health shows that the mesh serves."""

@@ -116,6 +116,17 @@ class _Server(web.Server):
 class Runner(web.AppRunner):
     """Runs an application on `Connection`s."""
 
+    async def stop_listening(self) -> None:
+        """Accept no more connections; those that are open are served on."""
+        for site in list(self.sites):
+            await site.stop()
+
+    @property
+    def busy(self) -> bool:
+        """True while a connection has a request without a complete response."""
+        connections = self.server.connections if self.server is not None else []
+        return any(connection._current_request is not None for connection in connections)
+
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
         return _Server(
