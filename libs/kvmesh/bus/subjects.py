@@ -241,6 +241,10 @@ class Subjects:
         """Key, in the plan bucket, of the latest roll of a service."""
         return f"roll.{token(service)}"
 
+    def alias_key(self, name: str) -> str:
+        """Key, in the plan bucket, of an alias of models."""
+        return f"alias.{token(name)}"
+
     def idle_key(self, model: str) -> str:
         """Key, in the plan bucket, of a model that may run without workers."""
         return f"idle.{token(model)}"

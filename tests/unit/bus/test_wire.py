@@ -50,6 +50,8 @@ NOT_TAILED = {
     messages.RankEvents,
     messages.RankKey,
     messages.RankSpeed,
+    messages.ModelAlias,
+    messages.AliasTarget,
     messages.Refused,
     messages.Replacement,
     messages.ReplacementReport,

@@ -133,12 +133,14 @@ from kvmesh.bus.messages.kvbm import (
 from kvmesh.bus.messages.layout import KvLayout, LayerLayout, incompatible_models
 from kvmesh.bus.messages.load import Load
 from kvmesh.bus.messages.planning import (
+    AliasTarget,
     DesiredFleet,
     FleetAnswer,
     FleetCandidate,
     FleetQuestion,
     FleetReport,
     IdleModel,
+    ModelAlias,
     PoolPlan,
     PromisedLatency,
     Replacement,
@@ -232,6 +234,7 @@ __all__ = [
     "AdapterCommand",
     "AdapterFiles",
     "AdapterHost",
+    "AliasTarget",
     "Attach",
     "Attached",
     "Await",
@@ -292,6 +295,7 @@ __all__ = [
     "Load",
     "LoadAdapter",
     "MessageDecoder",
+    "ModelAlias",
     "ModelCard",
     "NodeStore",
     "NotCleared",

@@ -80,6 +80,26 @@ class RollRecord(Struct, frozen=True, kw_only=True):
     by: str = ""
 
 
+class AliasTarget(Struct, frozen=True):
+    """A model, or an adapter, that serves a share of an alias's sessions, by its weight."""
+
+    model: str
+    weight: float = 1.0
+
+
+class ModelAlias(Struct, frozen=True, kw_only=True):
+    """A name under which clients reach several models; `by` set it at the Unix time `time`.
+
+    `before` are the targets that it had before the last change, none if it was new.
+    """
+
+    name: str
+    targets: list[AliasTarget]
+    by: str = ""
+    time: float = 0.0
+    before: list[AliasTarget] = []
+
+
 class IdleModel(Struct, frozen=True, kw_only=True):
     """A model that may have no worker: its requests wait for one, and frontends post `Wake`s.
 

@@ -318,7 +318,7 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     ["end"] if it has ended, and empty if that is not known (docs/requests.md). `shown`: earlier
     answers of the conversation in the prompt, None if none of them is stored. `conversation` is
     the short name of the session's conversation, empty of a raw prompt; `forked_from` is as in
-    `Hints`.
+    `Hints`. `alias` is the name that the client used, if it is one of several models.
     """
 
     request: str
@@ -351,6 +351,7 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     shown: ShownAnswers | None = None
     conversation: str = ""
     forked_from: str = ""
+    alias: str = ""
 
 
 RouteEvent: TypeAlias = Decision | Outcome

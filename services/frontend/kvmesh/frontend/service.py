@@ -20,6 +20,7 @@ from kvmesh.bus.storage.shared_secret import SecretUnusable
 from kvmesh.bus.streams.keeper import keeper_of, remake
 from kvmesh.bus.ticks import next_tick
 from kvmesh.frontend import metrics, prefork
+from kvmesh.frontend.aliases.reader import AliasReader
 from kvmesh.frontend.answers.store import AnswerStore
 from kvmesh.frontend.auth.authenticator import Authenticator, KeysError
 from kvmesh.frontend.auth.shared_limits import SharedLimits
@@ -76,6 +77,7 @@ class FrontendService:
         self._lines = LineWriter(sys.stdout.fileno())
         self.registry = ModelRegistry(service.bus, service.spawn)
         self.idle_models = IdleModelReader(service.bus, self.registry.listed, self.registry.removed)
+        self.aliases = AliasReader(service.bus, self.registry.aliases)
         self.waker = Waker(service.bus, service.instance, self.registry, settings.max_waking)
         self.directory = Directory(service.bus, service.limits, self._joined, self._left)
         self.inbox = TokenInbox(settings.frame_interval_s)
@@ -196,6 +198,7 @@ class FrontendService:
             service.spawn(self.shared_limits.run(), "shared limits")
         await self.directory.open()
         await self.idle_models.open()
+        await self.aliases.open()
         await self.cache_api.open(self.directory.instances)
         service.spawn(self.authenticator.run(), "keys")
         service.spawn(self.events.run(), "sequence events")
@@ -257,6 +260,7 @@ class FrontendService:
         await self.answers.close()
         self.events.flush()
         await self.idle_models.close()
+        await self.aliases.close()
         await self.directory.close()
         await asyncio.to_thread(self._lines.close, CLOSE_LOG_S)
 

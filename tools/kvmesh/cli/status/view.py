@@ -18,6 +18,7 @@ from kvmesh.bus.messages import (
     Role,
     incompatible_models,
 )
+from kvmesh.cli.models.aliases import alias_table
 from kvmesh.cli.status.report import (
     BucketReport,
     IdleModelReport,
@@ -33,7 +34,7 @@ from kvmesh.runtime.quantities import duration, size
 PIPE_WIDTH = 160
 
 
-def show_json(report: MeshReport) -> None:
+def show_json(report: object) -> None:
     """Print the report as one indented JSON object."""
     print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
 
@@ -49,6 +50,7 @@ def show_tables(report: MeshReport, all_starts: bool = False) -> None:
     for table in (
         _instances(report.instances, report.starting),
         *([_idle_models(report.idle_models)] if report.idle_models else []),
+        *([alias_table(report.aliases)] if report.aliases else []),
         *([starts] if starts.row_count else []),
         _streams(report.streams),
         _readers(report.streams),

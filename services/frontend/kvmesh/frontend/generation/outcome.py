@@ -54,7 +54,7 @@ class OutcomeReporter:
                 ahead=task.prepared.computed_ahead(cached),
                 cached_tiers=stream.cached or [],
                 cache=account,
-                model=request.model,
+                model=request.target or request.model,
                 tenant=request.tenant_name,
                 key=request.key_name,
                 session=request.hints.session or "",
@@ -73,6 +73,7 @@ class OutcomeReporter:
                 shown=task.prepared.shown if task.index == 0 else None,
                 conversation=conversation_name(request.hints.conversation),
                 forked_from=request.hints.forked_from or "",
+                alias=request.model if request.target else "",
             ),
         )
         _measure(task, started, now)
