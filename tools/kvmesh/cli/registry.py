@@ -255,6 +255,11 @@ COMMANDS = (
         "kvmesh.cli.commands.config",
         sections=(*ROLES, *SERVICE, "up"),
     ),
+    Command(
+        "completion",
+        "print the completion script of a shell, or the manual page",
+        "kvmesh.cli.commands.completion",
+    ),
     Command("metrics", "list the metrics of every process", "kvmesh.cli.commands.metrics"),
     Command(
         "secure",
