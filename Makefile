@@ -31,7 +31,7 @@ SOURCES := $(shell find libs services tools -name '*.py')
 # The tests start hundreds of processes, which would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench servers agents parsers sglang vllm vllm-next vllm-changes streams sanitize docs clean
+.PHONY: setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench servers agents parsers sglang vllm vllm-next vllm-changes streams sanitize kubernetes docs clean
 
 setup: $(BUILT)
 
@@ -230,6 +230,10 @@ agents: $(ENGINES) .agents/.installed
 	$(PYTHON) -m venv .agents/py
 	$(STEP) "installing frameworks from PyPI" .agents/py/bin/pip install --quiet --requirement tests/harnesses/requirements.txt
 	touch $@
+
+# The kustomize base is the chart with its own values.
+kubernetes: $(ENGINES)
+	PYTHONPATH=tests $(BIN)/python -m support.chart > deploy/kubernetes/base/kvmesh.yaml
 
 docs: setup
 	sed -i '/^## \[/,$$d' docs/configuration.md
