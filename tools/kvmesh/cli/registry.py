@@ -209,6 +209,18 @@ COMMANDS = (
         sections=("nats", "streams", "log"),
     ),
     Command(
+        "backup",
+        "write what only the mesh's store holds into a file: keys, secrets, pins, aliases …",
+        "kvmesh.cli.commands.backup",
+        sections=BUS,
+    ),
+    Command(
+        "restore",
+        "store a backup in a mesh",
+        "kvmesh.cli.commands.restore",
+        sections=BUS,
+    ),
+    Command(
         "keys", "add, list, revoke and rotate API keys", "kvmesh.cli.commands.keys", sections=BUS
     ),
     Command("tool", "report a tool that a session of an agent runs", "kvmesh.cli.commands.tool"),
