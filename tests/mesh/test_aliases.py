@@ -42,10 +42,10 @@ def get(up: Up, path: str) -> dict[str, object]:
         return found
 
 
-def ask(up: Up, session: str, model: str = "chat") -> str:
+def ask(up: Up, session: str, model: str = "chat", text: str = "Hello") -> str:
     """Send a request under the session; returns the model that its answer names."""
-    body = {"model": model, "max_tokens": 2, "messages": [{"role": "user", "content": session}]}
-    headers = {"Content-Type": "application/json", "x-kvmesh-session": session}
+    body = {"model": model, "max_tokens": 2, "messages": [{"role": "user", "content": text}]}
+    headers = {"Content-Type": "application/json", "x-kvmesh-session-id": session}
     request = urllib.request.Request(
         f"{up.url}/v1/chat/completions", json.dumps(body).encode(), headers
     )
@@ -74,7 +74,7 @@ async def test_an_alias_from_its_first_day_to_its_last(up: Up) -> None:
         assert sum(first.values()) == len(SESSIONS)
         assert min(first.values()) > 0
         for session in SESSIONS:
-            ask(up, session)
+            ask(up, session, text=f"another prompt of {session}")
         assert served(up) == {model: 2 * number for model, number in first.items()}  # sticky
 
         status = run(up, "status").stdout
