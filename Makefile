@@ -133,10 +133,15 @@ $(COMPILED)/.built$(CORES): $(ENGINES) $(SOURCES)
 # Much more than `make test` does: 3,000 examples of each property, 10,000 seeds of the simulation,
 # a mesh under load for SOAK_S seconds whose processes must not grow, a frontend attacked for long,
 # blocks moved through all tiers, a cluster of NATS servers harmed, a hundred starts whose sources of
-# weights are harmed.
+# weights are harmed. HOURS=n instead rolls every service of a mesh in turn under clients, for n hours.
+ifdef HOURS
+soak: $(ENGINES)
+	SOAK_S=$$(( $(HOURS) * 3600 )) $(BIN)/pytest -q -m soak tests/chaos/test_churn.py
+else
 soak: $(ENGINES)
 	$(BIN)/pytest -q -m hypothesis --hypothesis-profile many --numprocesses 2 tests/unit
 	$(BIN)/pytest -q -m soak tests/simulation tests/clients tests/mesh tests/chaos
+endif
 
 # The speed of the working tree beside that of another commit, which gets a checkout and an environment
 # of its own; names what moved by more than its noise and fails where something became slower.
