@@ -100,6 +100,9 @@ async def test_a_roll_that_was_interrupted_goes_on(up: Up, traffic: Traffic) -> 
     assert process.stdout is not None
     while b"serves again" not in (line := await process.stdout.readline()):
         assert line, up.output
+    status, output = await rolled(up, "worker")
+    assert status == 1
+    assert "rolls worker just now" in output
     process.send_signal(signal.SIGINT)
     await process.communicate()
     assert process.returncode == 130

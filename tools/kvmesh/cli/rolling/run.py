@@ -25,6 +25,7 @@ from kvmesh.settings import Settings
 POLL_S = 0.2
 BASELINE_S = 60.0
 READ_S = 10.0
+BEAT_S, ALONE_S = 1.0, 4.0
 _records = MessageDecoder(RollRecord)
 
 
@@ -76,13 +77,16 @@ class RollCommand:
         with suppress(NotFound, msgspec.MsgspecError):
             found = _records.decode((await self._bucket.get(key)).value or b"")
         present = self._replicas()
-        if found is not None and not found.ended and not afresh:
+        if found is not None and not found.ended:
+            await self._check_alone(key, found)
+        left = {replica.instance for replica in present}
+        left &= set(found.before.values()) if found is not None else set()
+        if found is not None and left and not found.ended and not afresh:
             if to and to != found.to:
                 raise RollError(
                     f"a roll to {found.to or 'the present version'} has not ended; --afresh begins"
                     " another one"
                 )
-            left = {replica.instance for replica in present} & set(found.before.values())
             done = len(found.before) - len(left)
             text = f"; it stopped: {found.stopped}" if found.stopped else ""
             print(f"going on with the roll of {found.by}: {done} of {len(found.before)} done{text}")
@@ -94,11 +98,21 @@ class RollCommand:
             service=self._service, started=time.time(), to=to, before=before, by=caller()
         )
 
+    async def _check_alone(self, key: str, found: RollRecord) -> None:
+        """Raise RollError if another command carries out this roll: it stores the record often."""
+        if found.stopped:
+            return
+        revision = (await self._bucket.get(key)).revision
+        await asyncio.sleep(ALONE_S)
+        if (await self._bucket.get(key)).revision != revision:
+            raise RollError(f"{found.by} rolls {self._service} just now")
+
     async def _roll(self, record: RollRecord) -> int:
         roll = Roll(record, *self._limits, self._platform.last_first)
         before = self._requests.between(record.started - BASELINE_S, record.started)
         print(f"before: {before}", flush=True)
         asked_at = served_at = 0.0
+        stored_at = time.monotonic()
 
         def figures() -> tuple[RequestFigures, RequestFigures]:
             return before, self._requests.between(served_at, float("inf"))
@@ -132,6 +146,9 @@ class RollCommand:
                     print(f"  since then: {figures()[1]}")
                 print(f"all {len(record.before)} of {self._service} are replaced")
                 return 0
+            if time.monotonic() - stored_at > BEAT_S:
+                stored_at = time.monotonic()
+                await self._store(record)  # others see that this command is at it
             await asyncio.sleep(POLL_S)
 
     def _replicas(self) -> list[Replica]:
