@@ -31,7 +31,7 @@ SOURCES := $(shell find libs services tools -name '*.py')
 # The tests start hundreds of processes, which would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench servers agents load-generators parsers sglang vllm vllm-next vllm-changes streams sanitize docs clean
+.PHONY: setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench servers agents load-generators parsers sglang vllm vllm-next vllm-changes streams sanitize kubernetes docs clean
 
 setup: $(BUILT)
 
@@ -133,10 +133,15 @@ $(COMPILED)/.built$(CORES): $(ENGINES) $(SOURCES)
 # Much more than `make test` does: 3,000 examples of each property, 10,000 seeds of the simulation,
 # a mesh under load for SOAK_S seconds whose processes must not grow, a frontend attacked for long,
 # blocks moved through all tiers, a cluster of NATS servers harmed, a hundred starts whose sources of
-# weights are harmed.
+# weights are harmed. HOURS=n instead rolls every service of a mesh in turn under clients, for n hours.
+ifdef HOURS
+soak: $(ENGINES)
+	SOAK_S=$$(( $(HOURS) * 3600 )) $(BIN)/pytest -q -m soak tests/chaos/test_churn.py
+else
 soak: $(ENGINES)
 	$(BIN)/pytest -q -m hypothesis --hypothesis-profile many --numprocesses 2 tests/unit
 	$(BIN)/pytest -q -m soak tests/simulation tests/clients tests/mesh tests/chaos
+endif
 
 # The speed of the working tree beside that of another commit, which gets a checkout and an environment
 # of its own; names what moved by more than its noise and fails where something became slower.
@@ -254,6 +259,10 @@ load-generators: $(ENGINES) .load-generators/.installed $(VLLM_VENV)/.installed
 	$(PYTHON) -m venv .load-generators
 	$(STEP) "installing load generators" .load-generators/bin/pip install --quiet --requirement $<
 	touch $@
+
+# The kustomize base is the chart with its own values.
+kubernetes: $(ENGINES)
+	PYTHONPATH=tests $(BIN)/python -m support.chart > deploy/kubernetes/base/kvmesh.yaml
 
 docs: setup
 	sed -i '/^## \[/,$$d' docs/configuration.md

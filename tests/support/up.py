@@ -14,7 +14,8 @@ from support.evidence import Evidence
 from support.nats import free_port, free_ports
 from support.wait import PATIENCE_S, eventually
 
-NAMES = [f"KVMESH_{role}_NAME=" for role in ("FRONTEND", "ROUTER", "INDEXER", "WORKER", "PLANNER")]
+ROLES = ("FRONTEND", "ROUTER", "INDEXER", "WORKER", "KVBM", "PLANNER")
+NAMES = [f"KVMESH_{role}_NAME=" for role in ROLES]
 
 
 class Up:

@@ -227,6 +227,24 @@ class Subjects:
         """Key, in the plan bucket, of the latest report of the operator."""
         return "report"
 
+    @property
+    def replacement_key(self) -> str:
+        """Key, in the plan bucket, of the latest order to replace a process."""
+        return "replacement"
+
+    @property
+    def replaced_key(self) -> str:
+        """Key, in the plan bucket, of the report about that order."""
+        return "replaced"
+
+    def roll_key(self, service: str) -> str:
+        """Key, in the plan bucket, of the latest roll of a service."""
+        return f"roll.{token(service)}"
+
+    def alias_key(self, name: str) -> str:
+        """Key, in the plan bucket, of an alias of models."""
+        return f"alias.{token(name)}"
+
     def idle_key(self, model: str) -> str:
         """Key, in the plan bucket, of a model that may run without workers."""
         return f"idle.{token(model)}"

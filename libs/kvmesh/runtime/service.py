@@ -62,7 +62,8 @@ class StartError(Exception):
 class Service:
     """The context of a service's main coroutine: bus, settings, identity, tasks.
 
-    `entered` is the monotonic time at which the process began to run the service.
+    `entered` is the monotonic time at which the process began to run the service. A second signal
+    sets `hurry` and a third one ends the process; the second does if there is no such event.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Service:
         self.name = name
         self.instance = f"{name}-{secrets.token_hex(4)}"
         self.stopping = stopping or asyncio.Event()
+        self.hurry: asyncio.Event | None = None
         self.failed = False
         self.warnings = Warnings()
         bus.faults.observe(self.warnings.update)
@@ -166,10 +168,11 @@ def run_service(
 async def _run(
     role: str, name: str, settings: Settings, main: Main, meanwhile: Meanwhile | None
 ) -> int:
-    entered, stopping = monotonic(), asyncio.Event()
+    entered, signals = monotonic(), _Signals()
+    stopping = signals.stopping
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _on_signal, stopping)
+        loop.add_signal_handler(number, signals.received)
     async with _running(meanwhile, settings):
         connecting = Bus.connect(bus_options(settings.nats), name, timeout=None)
         bus = await _unless_stopped(connecting, stopping)
@@ -178,7 +181,7 @@ async def _run(
     bus.refusals.need(
         permissions(bus.subjects, User(role), role, name, bus.options.api_prefix).publish
     )
-    service = Service(bus, settings, name, entered, stopping)
+    service = signals.service = Service(bus, settings, name, entered, stopping)
     figures = BusCollector(bus)
     REGISTRY.register(figures)
     tracing = None
@@ -258,12 +261,24 @@ async def _unless_stopped(work: Coroutine[Any, Any, T], stopping: asyncio.Event)
     return None if working.cancelled() else working.result()
 
 
-def _on_signal(stopping: asyncio.Event) -> None:
-    if stopping.is_set():
-        log.warning("second signal: stopping immediately")
-        sys.stderr.flush()
-        os._exit(130)
-    stopping.set()
+class _Signals:
+    """What SIGTERM and SIGINT do, from before the process has connected."""
+
+    def __init__(self) -> None:
+        self.stopping = asyncio.Event()
+        self.service: Service | None = None
+
+    def received(self) -> None:
+        hurry = self.service.hurry if self.service is not None else None
+        if not self.stopping.is_set():
+            self.stopping.set()
+        elif hurry is not None and not hurry.is_set():
+            log.warning("second signal: no longer waiting for running requests")
+            hurry.set()
+        else:
+            log.warning("signalled again: stopping immediately")
+            sys.stderr.flush()
+            os._exit(130)
 
 
 def bus_options(nats: NatsSettings) -> BusOptions:

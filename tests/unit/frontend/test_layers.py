@@ -19,7 +19,7 @@ LAYERS = [
     {"wake"},
     {"preprocess"},
     {"models"},
-    {"answers", "cache_account"},
+    {"aliases", "answers", "cache_account"},
     {"dialects", "apis", "auth", "tokenizer"},
     {"namespaces", "json_bounds"},
     {"metrics"},

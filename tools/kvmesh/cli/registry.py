@@ -203,6 +203,24 @@ COMMANDS = (
         sections=("nats", "streams", "log"),
     ),
     Command(
+        "roll",
+        "replace the processes of a service one at a time, under load",
+        "kvmesh.cli.commands.roll",
+        sections=("nats", "streams", "log"),
+    ),
+    Command(
+        "backup",
+        "write what only the mesh's store holds into a file: keys, secrets, pins, aliases …",
+        "kvmesh.cli.commands.backup",
+        sections=BUS,
+    ),
+    Command(
+        "restore",
+        "store a backup in a mesh",
+        "kvmesh.cli.commands.restore",
+        sections=BUS,
+    ),
+    Command(
         "keys", "add, list, revoke and rotate API keys", "kvmesh.cli.commands.keys", sections=BUS
     ),
     Command("tool", "report a tool that a session of an agent runs", "kvmesh.cli.commands.tool"),
@@ -248,6 +266,11 @@ COMMANDS = (
         "show the settings in effect",
         "kvmesh.cli.commands.config",
         sections=(*ROLES, *SERVICE, "up"),
+    ),
+    Command(
+        "completion",
+        "print the completion script of a shell, or the manual page",
+        "kvmesh.cli.commands.completion",
     ),
     Command("metrics", "list the metrics of every process", "kvmesh.cli.commands.metrics"),
     Command(

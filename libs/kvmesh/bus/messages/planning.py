@@ -36,6 +36,70 @@ class FleetReport(Struct, frozen=True, kw_only=True):
     workers: dict[str, list[str]] = {}
 
 
+class Replacement(Struct, frozen=True, kw_only=True):
+    """An order to the operator that runs the process `name`: put a new process in its place.
+
+    `order` identifies it. `program` is the environment, or its Python interpreter, of another
+    installation on the operator's machine; empty: its own. `by` says who ordered it, `time` the
+    Unix time.
+    """
+
+    name: str
+    order: str
+    program: str = ""
+    by: str = ""
+    time: float = 0.0
+
+
+class ReplacementReport(Struct, frozen=True, kw_only=True):
+    """The state of an order: `error` is the reason why the new process does not serve.
+
+    `ended`: the operator has nothing more to do; after an error, the former program runs again.
+    """
+
+    name: str
+    order: str
+    ended: bool = False
+    error: str = ""
+
+
+class RollRecord(Struct, frozen=True, kw_only=True):
+    """A roll of the processes of `service`, from which another command can go on.
+
+    `started` is the Unix time of its beginning. `to` is the wanted program or image, empty for the
+    present one. `before` are the instances that it replaces, by name. `stopped` is the reason why
+    it has stopped, and it has `ended` once all are replaced.
+    """
+
+    service: str
+    started: float
+    to: str = ""
+    before: dict[str, str] = {}
+    stopped: str = ""
+    ended: bool = False
+    by: str = ""
+
+
+class AliasTarget(Struct, frozen=True):
+    """A model, or an adapter, that serves a share of an alias's sessions, by its weight."""
+
+    model: str
+    weight: float = 1.0
+
+
+class ModelAlias(Struct, frozen=True, kw_only=True):
+    """A name under which clients reach several models; `by` set it at the Unix time `time`.
+
+    `before` are the targets that it had before the last change, none if it was new.
+    """
+
+    name: str
+    targets: list[AliasTarget]
+    by: str = ""
+    time: float = 0.0
+    before: list[AliasTarget] = []
+
+
 class IdleModel(Struct, frozen=True, kw_only=True):
     """A model that may have no worker: its requests wait for one, and frontends post `Wake`s.
 

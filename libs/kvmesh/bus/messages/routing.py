@@ -320,7 +320,8 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     ["end"] if it has ended, and empty if that is not known (docs/requests.md). `shown`: earlier
     answers of the conversation in the prompt, None if none of them is stored. `conversation` is
     the short name of the session's conversation, empty of a raw prompt; `forked_from` and
-    `load_test` are as in `Hints`.
+    `load_test` are as in `Hints`. `alias` is the name that the client used, if it is one of several
+    models.
     """
 
     request: str
@@ -354,6 +355,7 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     conversation: str = ""
     forked_from: str = ""
     load_test: bool = False
+    alias: str = ""
 
 
 RouteEvent: TypeAlias = Decision | Outcome

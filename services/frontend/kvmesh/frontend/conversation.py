@@ -208,6 +208,7 @@ class GenerateRequest(Struct, kw_only=True):
     - `content_field`: name of the body's field that holds the messages, for errors.
     - `agent`: kind of the agent that sends the request (`apis.agent_kinds`).
     - `span`: the first span of the request's trace.
+    - `target`: the model that serves it, where `model` is an alias.
     - `memo`: results of the work on the messages for the conversation's next request.
     """
 
@@ -249,6 +250,7 @@ class GenerateRequest(Struct, kw_only=True):
     span: TraceSpan = NO_SPAN
     context_edits: ContextEdits | None = None
     memo: TurnMemo = NO_MEMO
+    target: str = ""
 
     @property
     def turn(self) -> int:

@@ -7,6 +7,7 @@ import re
 import time
 from array import array
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from itertools import groupby
@@ -20,8 +21,17 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.compatibility import Compatibility, Statements
 from kvmesh.bus.discovery.settled import shown
 from kvmesh.bus.errors import BusError
-from kvmesh.bus.messages import Instance, ModelCard, Role, Settled, adapter_name, encode
+from kvmesh.bus.messages import (
+    Instance,
+    ModelAlias,
+    ModelCard,
+    Role,
+    Settled,
+    adapter_name,
+    encode,
+)
 from kvmesh.bus.storage.model_files import fetch_model
+from kvmesh.frontend.aliases.choice import choose_target, main_target
 from kvmesh.frontend.conversation import Generated, GenerateRequest
 from kvmesh.frontend.dialects.errors import DialectError
 from kvmesh.frontend.dialects.output import choose_grammar
@@ -175,6 +185,7 @@ class ModelRegistry:
         self._models: dict[str, ServedModel] = {}
         self._idle: dict[str, ModelCard] = {}
         self._adapters: dict[str, str] = {}
+        self.aliases: dict[str, ModelAlias] = {}
         self._changed: set[str] = set()
         self._loop = asyncio.get_running_loop()
 
@@ -213,11 +224,48 @@ class ModelRegistry:
         if self._loading:
             await asyncio.wait(self._loading.values(), timeout=timeout)
 
+    def check(self, name: str) -> None:
+        """Raise as `resolve` does if the name is unknown."""
+        self.resolve(name)
+
+    def resolve_for(
+        self, request: GenerateRequest, sticky_key: Callable[[GenerateRequest], str]
+    ) -> tuple[ServedModel, str | None]:
+        """As `resolve`, for a request; of an alias the model that its sticky key chooses.
+
+        It names that model as the request's target.
+        """
+        alias = self.aliases.get(request.model)
+        if alias is None:
+            return self.resolve(request.model)
+        request.target = choose_target(alias, sticky_key(request), self._serves)
+        return self._resolve(request.target)
+
+    def _serves(self, name: str) -> bool:
+        try:
+            model, _ = self._resolve(name)
+        except (ModelNotFound, Unavailable):
+            return False
+        return bool(model.workers) or model.card.name in self._idle
+
+    @property
+    def served_aliases(self) -> dict[str, ServedModel]:
+        """By alias the model of most weight; without aliases that have no model."""
+        found: dict[str, ServedModel] = {}
+        for name in self.aliases:
+            with suppress(ModelNotFound, Unavailable):
+                found[name] = self.resolve(name)[0]
+        return found
+
     def resolve(self, name: str) -> tuple[ServedModel, str | None]:
-        """Model and adapter's identity of this name.
+        """Model and adapter's identity of this name; of an alias those of its most weight.
 
         Raises ModelNotFound, or Unavailable while it loads.
         """
+        alias = self.aliases.get(name)
+        return self._resolve(name if alias is None else main_target(alias, self._serves))
+
+    def _resolve(self, name: str) -> tuple[ServedModel, str | None]:
         self._refresh()
         model = self._models.get(name)
         if model is not None:

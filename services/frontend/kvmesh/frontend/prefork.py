@@ -46,17 +46,26 @@ async def _supervise_one(service: Service, number: int) -> None:
         stopping.cancel()
         if not ended.done():
             frontend = service.settings.frontend
-            await _stop(process, ended, frontend.linger_s + frontend.drain_timeout_s + STOP_S)
+            patience_s = frontend.linger_s + frontend.drain_timeout_s + STOP_S
+            await _stop(process, ended, patience_s, service.hurry)
             return
         log.warning("frontend process %d ended with status %s", number, process.returncode)
         await asyncio.sleep(RESTART_S)
 
 
 async def _stop(
-    process: asyncio.subprocess.Process, ended: "asyncio.Task[int]", timeout_s: float
+    process: asyncio.subprocess.Process,
+    ended: "asyncio.Task[int]",
+    timeout_s: float,
+    hurry: asyncio.Event | None,
 ) -> None:
     process.terminate()
-    await asyncio.wait([ended], timeout=timeout_s)
+    hurried = asyncio.create_task((hurry or asyncio.Event()).wait())
+    await asyncio.wait([ended, hurried], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    if hurried.done() and not ended.done():
+        process.terminate()
+        await asyncio.wait([ended], timeout=STOP_S)
+    hurried.cancel()
     if not ended.done():
         process.kill()
         await ended

@@ -13,12 +13,14 @@ from prometheus_client import REGISTRY
 from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.discovery.settled import publish_settled
+from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import Instance, Role, StepOutput
 from kvmesh.bus.storage.buckets import expiring_bucket
 from kvmesh.bus.storage.shared_secret import SecretUnusable
 from kvmesh.bus.streams.keeper import keeper_of, remake
 from kvmesh.bus.ticks import next_tick
 from kvmesh.frontend import metrics, prefork
+from kvmesh.frontend.aliases.reader import AliasReader
 from kvmesh.frontend.answers.store import AnswerStore
 from kvmesh.frontend.auth.authenticator import Authenticator, KeysError
 from kvmesh.frontend.auth.shared_limits import SharedLimits
@@ -56,6 +58,8 @@ from kvmesh.settings.schema import FrontendSettings
 log = logging.getLogger(__name__)
 CHECK_S = 1.0
 CLOSE_LOG_S = 1.0
+TELL_S = 0.5
+QUIET_S, LOOK_S = 0.25, 0.02  # without a request on any connection, before all are closed
 GRACE_S = 3.0  # for final error frames, after `drain_timeout_s`
 LOADING_S = 10.0  # a model that takes longer loads while requests for others are served
 SWITCH_S = 0.001  # after which a tokenizing thread yields the GIL to the event loop
@@ -74,6 +78,7 @@ class FrontendService:
         self._lines = LineWriter(sys.stdout.fileno())
         self.registry = ModelRegistry(service.bus, service.spawn, service.instance)
         self.idle_models = IdleModelReader(service.bus, self.registry.listed, self.registry.removed)
+        self.aliases = AliasReader(service.bus, self.registry.aliases)
         self.waker = Waker(service.bus, service.instance, self.registry, settings.max_waking)
         self.directory = Directory(service.bus, service.limits, self._joined, self._left)
         self.inbox = TokenInbox(settings.frame_interval_s)
@@ -193,6 +198,7 @@ class FrontendService:
         await self.directory.open()
         self.registry.adopt_settled()
         await self.idle_models.open()
+        await self.aliases.open()
         await self.cache_api.open(self.directory.instances)
         service.spawn(self.authenticator.run(), "keys")
         service.spawn(self.events.run(), "sequence events")
@@ -222,20 +228,40 @@ class FrontendService:
         if lease.card.labels != self.labels:
             await lease.update(replace(lease.card, labels=self.labels))
 
-    async def drain(self, _: web.Application) -> None:
-        """Wait for running requests, after the port is closed and before connections are.
+    async def _end_connection(self, _: web.Request, response: web.StreamResponse) -> None:
+        """Have clients send nothing more on a connection that is about to close."""
+        if self._service.stopping.is_set():
+            response.force_close()
 
-        Background responses are left to the other frontends.
-        """
-        await self.background.stop()
-        await self.dispatcher.drain(self._settings.drain_timeout_s)
+    async def drain(self, _: web.Application) -> None:
+        """Fail the requests that still run, after `finish`."""
+        await self.dispatcher.drain(0.0)
         self.routes.stop()
+
+    async def finish(self, runner: Runner) -> None:
+        """Serve open connections until none has a request, for `drain_timeout_s` at most.
+
+        A client that reads the end of an answer may send its next request at once, on the same
+        connection: a response that begins from now on tells it to open another one.
+        """
+        await runner.stop_listening()
+        await self.background.stop()  # other frontends continue these responses
+        clock, hurry = asyncio.get_running_loop().time, self._service.hurry
+        used = clock()
+        deadline = used + self._settings.drain_timeout_s
+        while clock() < deadline and not (hurry is not None and hurry.is_set()):
+            if runner.busy:
+                used = clock()
+            elif clock() - used > QUIET_S:
+                return
+            await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:
         await self.cache_api.close()
         await self.answers.close()
         self.events.flush()
         await self.idle_models.close()
+        await self.aliases.close()
         await self.directory.close()
         await asyncio.to_thread(self._lines.close, CLOSE_LOG_S)
 
@@ -263,6 +289,7 @@ class FrontendService:
         access_log = configure_access_log(form, name, TextFormatter(name), self._lines)
         more, warnings = self.cache_api.routes, self._service.warnings
         app = application(parts, self, more, warnings, access_log)
+        app.on_response_prepare.append(self._end_connection)
         app.on_shutdown.append(self.drain)
         return app
 
@@ -311,9 +338,12 @@ async def main(service: Service) -> None:
     service.spawn(publish_warnings(lambda: lease, service.warnings), "warnings")
     service.spawn(publish_settled(lease, frontend.registry.settle), "settled facts")
     status = await serve_metrics(settings, lambda: not frontend.missing(), service.warnings)
+    service.hurry = asyncio.Event()
     try:
         await service.stopping.wait()
+        await _tell_draining(lease)
         await asyncio.sleep(settings.linger_s)
+        await frontend.finish(runner)
     finally:
         await runner.cleanup()
         await lease.close()
@@ -324,6 +354,15 @@ async def main(service: Service) -> None:
         REGISTRY.unregister(served)
         if settings.metrics_tenants:
             REGISTRY.unregister(tenants)
+
+
+async def _tell_draining(lease: Lease) -> None:
+    """Show on the card that this frontend leaves, as another of its name may have joined."""
+    try:
+        async with asyncio.timeout(TELL_S):
+            await lease.update(replace(lease.card, draining=True))
+    except (BusError, TimeoutError) as error:
+        log.debug("the card does not say that this frontend leaves: %s", cause(error))
 
 
 def _check_exposure(settings: FrontendSettings, keys: bool) -> None:

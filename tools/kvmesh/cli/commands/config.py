@@ -1,4 +1,4 @@
-"""`kvmesh config`: prints the settings in effect, or the reference of all options."""
+"""`kvmesh config`: prints the settings in effect, their JSON Schema or their reference."""
 
 import argparse
 
@@ -6,12 +6,23 @@ from kvmesh.settings import Settings
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "kvmesh config [schema] [options]"
+    parser.add_argument(
+        "action", nargs="?", choices=("schema",), metavar="schema", help="print the JSON Schema"
+    )
     parser.add_argument(
         "--markdown", action="store_true", help="print the reference of all options"
     )
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
+    if arguments.action == "schema":
+        import json
+
+        from kvmesh.cli.references.schema import settings_schema
+
+        print(json.dumps(settings_schema(), indent=2))
+        return 0
     from kvmesh.cli.references.options import markdown, toml
 
     print(markdown() if arguments.markdown else toml(settings), end="")

@@ -7,11 +7,20 @@ from pathlib import Path
 from kvmesh.settings import Settings
 
 # the least and the most operands of each action
-ACTIONS = {"push": (1, 2), "pull": (1, 2), "list": (0, 0), "evict": (1, 1), "tiny": (1, 1)}
+ACTIONS = {
+    "push": (1, 2),
+    "pull": (1, 2),
+    "list": (0, 0),
+    "evict": (1, 1),
+    "alias": (0, 1),
+    "tiny": (1, 1),
+}
 USAGE = """kvmesh model push FOLDER [NAME] [options]
        kvmesh model pull NAME[@DIGEST] [FOLDER] [options]
        kvmesh model list [--local] [--json] [options]
        kvmesh model evict NAME[@DIGEST] [--local] [options]
+       kvmesh model alias [NAME=MODEL[:WEIGHT],…] [--json] [options]
+       kvmesh model alias NAME --back|--remove [options]
        kvmesh model tiny FOLDER [--seed N]"""
 
 
@@ -28,6 +37,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local", action="store_true", help="of this machine's models [the mesh]")
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
     parser.add_argument(
+        "--back", action="store_true", help="give an alias the models that it had before"
+    )
+    parser.add_argument("--remove", action="store_true", help="remove an alias")
+    parser.add_argument(
         "--with-code", action="store_true", help="push files with code as well (*.py, *.so)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the tiny model's weights [0]")
@@ -39,6 +52,8 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     if not least <= len(operands) <= most:
         print(f"kvmesh model: wrong operands of {action}; usage:\n{USAGE}", file=sys.stderr)
         return 2
+    if action == "alias":
+        return _alias(arguments, settings)
     if action == "tiny":
         return _tiny(Path(operands[0]), arguments.seed)
     return _on_models(arguments, settings)
@@ -54,6 +69,48 @@ def _tiny(folder: Path, seed: int) -> int:
         return 1
     print(f"wrote {folder}; try: kvmesh up --engine torch --model {folder}, or --engine vllm")
     return 0
+
+
+def _alias(arguments: argparse.Namespace, settings: Settings) -> int:
+    from rich.console import Console
+
+    from kvmesh.bus.client import Bus
+    from kvmesh.bus.discovery.directory import read_cards
+    from kvmesh.bus.messages import Role, adapter_name
+    from kvmesh.cli.bus_session import run_on_bus
+    from kvmesh.cli.models import aliases
+    from kvmesh.cli.status.view import show_json
+
+    text = arguments.operands[0] if arguments.operands else ""
+    changes = arguments.back or arguments.remove
+    if (changes and (not text or "=" in text)) or (arguments.back and arguments.remove):
+        print(f"kvmesh model: wrong operands of alias; usage:\n{USAGE}", file=sys.stderr)
+        return 2
+    try:
+        alias = aliases.parse_alias(text) if text and not changes else None
+    except aliases.AliasError as error:
+        print(f"kvmesh model: {error}", file=sys.stderr)
+        return 2
+
+    async def main(bus: Bus) -> int:
+        if alias is not None:
+            cards = await read_cards(bus, Role.WORKER)
+            served = {card.model.name for card in cards if card.model is not None}
+            adapters = {adapter_name(a) for c in cards if c.model for a in c.model.adapters}
+            return await aliases.set_alias(bus, alias, served | adapters)
+        if changes:
+            change = aliases.go_back if arguments.back else aliases.remove_alias
+            return await change(bus, text)
+        uses = await aliases.used_aliases(bus)
+        if arguments.json:
+            show_json(uses)
+        elif not uses:
+            print("no aliases")
+        else:
+            Console(highlight=False).print(aliases.alias_table(uses))
+        return 0
+
+    return run_on_bus("model", settings, main)
 
 
 def _on_models(arguments: argparse.Namespace, settings: Settings) -> int:

@@ -24,6 +24,7 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.bus.storage.buckets import read_bucket
 from kvmesh.bus.streams.configuration import mesh_streams
+from kvmesh.cli.models.aliases import AliasUse, used_aliases
 from kvmesh.cli.status.speeds import rank_speeds
 from kvmesh.planner.leadership import seniority
 from kvmesh.runtime.service import stream_limits
@@ -118,6 +119,7 @@ class MeshReport(Struct, kw_only=True):
     warnings: list[InstanceWarning] = []
     idle_models: list[IdleModelReport] = []
     starting: list[StartingReport] = []
+    aliases: list[AliasUse] = []
 
 
 async def gather(bus: Bus, settings: Settings) -> MeshReport:
@@ -168,7 +170,16 @@ async def gather(bus: Bus, settings: Settings) -> MeshReport:
         warnings=_warnings(cards, incompatible),
         idle_models=await _idle(bus, _running(cards)),
         starting=_starting(starts, cards),
+        aliases=await _aliases(bus),
     )
+
+
+async def _aliases(bus: Bus) -> list[AliasUse]:
+    try:
+        return await used_aliases(bus)
+    except (NotFound, NotPermitted, TimeoutError) as error:
+        log.debug("cannot read the aliases: %s", error)
+        return []
 
 
 def _starting(starts: dict[str, Starting], cards: list[Instance]) -> list[StartingReport]:

@@ -18,6 +18,7 @@ from kvmesh.bus.messages import (
     Role,
     incompatible_models,
 )
+from kvmesh.cli.models.aliases import alias_table
 from kvmesh.cli.status.report import (
     BucketReport,
     IdleModelReport,
@@ -35,7 +36,7 @@ from kvmesh.terminal.console import stdout_console
 from kvmesh.terminal.tables import FittedTable, columns
 
 
-def show_json(report: MeshReport) -> None:
+def show_json(report: object) -> None:
     """Print the report as one indented JSON object."""
     print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
 
@@ -51,6 +52,7 @@ def show_tables(report: MeshReport, all_starts: bool = False) -> None:
     for table in (
         _instances(report.instances, report.starting),
         *([_idle_models(report.idle_models)] if report.idle_models else []),
+        *([alias_table(report.aliases)] if report.aliases else []),
         *([starts] if starts.rows else []),
         _streams(report.streams),
         _readers(report.streams),

@@ -1,6 +1,7 @@
 """Starts, supervises and stops the processes of a mesh on one machine, in order."""
 
 import asyncio
+import dataclasses
 import signal
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol
@@ -12,6 +13,8 @@ from kvmesh.cli.supervisor.plan import START_ORDER, STOP_ORDER, ProcessSpec
 from kvmesh.cli.supervisor.process import SupervisedProcess
 
 EARLY_FAILURES = 3
+FIRST_STARTED = ("frontend",)  # their successors share the port meanwhile
+OWN_PROGRAM = ""
 USAGE_ERROR = 2
 
 
@@ -57,6 +60,8 @@ class SupervisedMesh:
         self._failure = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_retired: Callable[[str], None] | None = None
+        self._trials: dict[SupervisedProcess, asyncio.Future[str]] = {}
+        self._first: dict[str, ProcessSpec] = {}
         self.processes = [self._supervised(spec) for spec in specs]
 
     async def run(self) -> None:
@@ -101,6 +106,79 @@ class SupervisedMesh:
             self.processes.remove(process)
         on_end(name)
 
+    def runs(self, name: str) -> bool:
+        """True if there is a process of that name."""
+        return any(process.spec.name == name for process in self.processes)
+
+    def role_of(self, name: str) -> str:
+        """The role of the process of that name; raises StopIteration if there is none."""
+        return next(process.spec.role for process in self.processes if process.spec.name == name)
+
+    async def replace(
+        self, name: str, program: str, timeout_s: float, joined: Coroutine[Any, Any, None]
+    ) -> None:
+        """Put a new process in the place of another one, and return once it has `joined`.
+
+        It runs `program`, the Python interpreter of an installation, or OWN_PROGRAM. The old one
+        is killed if it has not stopped within `timeout_s` seconds. Raises UpError if the new one
+        does not join; then a process runs what the old one ran.
+        """
+        old = next(process for process in self.processes if process.spec.name == name)
+        overlaps = old.spec.role in FIRST_STARTED
+        joining = asyncio.create_task(joined, name=f"{name} joins")
+        if not overlaps:
+            await old.stop(timeout_s)
+        spec = self._with_program(self._first.setdefault(name, old.spec), program)
+        new = self._put(spec, old, keep=overlaps)
+        failure = ""
+        if new is not None:
+            failed = self._trials[new] = asyncio.get_running_loop().create_future()
+            ended = asyncio.create_task(new.ended.wait())
+            try:
+                await asyncio.wait({joining, failed, ended}, return_when=asyncio.FIRST_COMPLETED)
+                failure = failed.result() if failed.done() else ""
+                if not failure and not joining.done():
+                    failure = f"{name} was stopped before it joined"
+            finally:
+                ended.cancel()
+                joining.cancel()
+                del self._trials[new]
+            await self._settle(old, new, timeout_s, failure)
+        joining.cancel()
+        if failure:
+            raise UpError(failure)
+
+    async def _settle(
+        self, old: SupervisedProcess, new: SupervisedProcess, timeout_s: float, failure: str
+    ) -> None:
+        """End the old process, or the new one that has failed."""
+        overlaps = old in self.processes
+        if not failure:
+            await old.stop(timeout_s)
+        elif new in self.processes:
+            await new.stop(timeout_s)
+            if not overlaps:
+                self._put(old.spec, new, keep=False)
+        leaving = new if failure else old
+        if leaving in self.processes:
+            self.processes.remove(leaving)
+
+    def _with_program(self, spec: ProcessSpec, program: str) -> ProcessSpec:
+        if program == OWN_PROGRAM:
+            return spec
+        return dataclasses.replace(spec, argv=(program, *spec.argv[1:]), modules=())
+
+    def _put(
+        self, spec: ProcessSpec, old: SupervisedProcess, keep: bool
+    ) -> SupervisedProcess | None:
+        """Start a process in the place of `old`, or behind it; None if it must not start."""
+        if self._stop.is_set() or old not in self.processes:
+            return None
+        new, place = self._supervised(spec), self.processes.index(old)
+        self.processes[place + keep : place + 1] = [new]
+        self._spawn(new.run(), spec.name)
+        return new
+
     def _supervised(self, spec: ProcessSpec) -> SupervisedProcess:
         return SupervisedProcess(spec, self._log.line, self._on_exit, self._forks)
 
@@ -137,7 +215,13 @@ class SupervisedMesh:
 
     def _on_exit(self, process: SupervisedProcess, status: int) -> None:
         end = f"{process.spec.name} {describe_exit(status)}"
-        if not self._ready and self._ends_start(process, status):
+        trial = self._trials.get(process)
+        if trial is not None:
+            if self._is_fatal(process, status) and not trial.done():
+                process.retire()
+                trial.set_result(f"{end} before it joined (see the log of kvmesh up)")
+            self._log.note(end, "W")
+        elif not self._ready and self._ends_start(process, status):
             self._give_up(f"{end} before the mesh was ready (see the log above)")
             process.retire()
         elif status == USAGE_ERROR:
@@ -154,9 +238,14 @@ class SupervisedMesh:
         record, ran_s = process.record, asyncio.get_running_loop().time() - process.record.since
         if status == USAGE_ERROR and record.starts == 1 and ran_s < record.policy.stable_s:
             return True  # refused at once: settings of the command that was just entered
-        # loads of several minutes that end in failure are no stable runs before the mesh was ready
-        fatal = status == USAGE_ERROR or record.starts >= EARLY_FAILURES
-        return fatal and not self._steps.serves()
+        return self._is_fatal(process, status) and not self._steps.serves()
+
+    def _is_fatal(self, process: SupervisedProcess, status: int) -> bool:
+        """True if the process will not serve, however often it is started.
+
+        Loads of several minutes that end in failure are no stable runs.
+        """
+        return status == USAGE_ERROR or process.record.starts >= EARLY_FAILURES
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

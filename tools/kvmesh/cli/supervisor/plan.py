@@ -203,9 +203,8 @@ def _instances(
 ) -> Iterator[tuple[str, Settings]]:
     for number, own in enumerate(_sections(role, settings)):
         if role == "frontend":
-            # drain before the supervisor kills the process
-            drain_s = min(own.drain_timeout_s, settings.up.stop_timeout_s / 2)
-            own = msgspec.structs.replace(own, port=own.port + number, drain_timeout_s=drain_s)
+            # two share the port while one replaces the other
+            own = msgspec.structs.replace(own, port=own.port + number, reuse_port=True)
         elif role in METRICS_ORDER and settings.up.metrics_port:
             own = msgspec.structs.replace(own, metrics_port=next(metrics))
         yield own.name, msgspec.structs.replace(settings, **{role: own})

@@ -19,6 +19,7 @@ LINE_BYTES = 1 << 16
 OUTPUT_S = 1.0
 BAR_S = 5.0  # between two states of a progress bar, which overwrites its line
 EXEC_FAILED = 127
+HURRIED = ("frontend",)  # a second SIGTERM ends their running requests, a third one the process
 
 
 class Child(Protocol):
@@ -117,13 +118,26 @@ class SupervisedProcess:
         if not self._stop.is_set():  # a second SIGTERM would end a drain
             self._stop.set()
             self._terminate()
+        hurries = self.spec.role in HURRIED
+        if hurries and not await self._ended(timeout_s / 2):
+            self._terminate()  # answers that still run end with an error, before the process does
+        if not await self._ended(timeout_s / 2 if hurries else timeout_s):
+            self._on_line(self.spec, f"did not stop within {timeout_s:g} s: killed")
+            self.kill()
+            await self._done.wait()
+
+    async def _ended(self, timeout_s: float) -> bool:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._done.wait()
         except TimeoutError:
-            self._on_line(self.spec, f"did not stop within {timeout_s:g} s: killed")
-            self.kill()
-            await self._done.wait()
+            return False
+        return True
+
+    @property
+    def ended(self) -> asyncio.Event:
+        """Set while no process runs and none is to be started."""
+        return self._done
 
     def _terminate(self) -> None:
         self.record.stopping()

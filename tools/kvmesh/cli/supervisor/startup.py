@@ -16,6 +16,7 @@ from kvmesh.cli.supervisor.starts.watch import CARDLESS, StartWatch
 from kvmesh.settings import Settings, redacted
 
 if TYPE_CHECKING:
+    from kvmesh.cli.rolling.replacements import Replacements
     from kvmesh.cli.supervisor.mesh import SupervisedMesh
     from kvmesh.cli.supervisor.mesh_view import MeshView
     from kvmesh.cli.supervisor.operator import FleetOperator
@@ -37,6 +38,7 @@ class StartupGuide:
         self._started = time.monotonic()
         self._watch = StartWatch(settings.up.ready_timeout_s, log)
         self._operator: FleetOperator | None = None
+        self._replacements: Replacements | None = None
         self.view: MeshView | None = None
 
     async def after_nats(self) -> None:
@@ -67,6 +69,7 @@ class StartupGuide:
         self._announce(keyless=await self._is_keyless(view))
         if self._operator is not None:
             self._operator.start()
+        await self._obey_rolls(mesh, view)
 
     async def _until_complete(self, view: "MeshView") -> None:
         """Return once every process that is to join has joined, and what serves HTTP is healthy."""
@@ -88,6 +91,8 @@ class StartupGuide:
     async def before_stop(self) -> None:
         """Disconnect before NATS stops."""
         await self._watch.close()
+        if self._replacements is not None:
+            await self._replacements.close()
         if self._operator is not None:
             await self._operator.close()
         if self.view is not None:
@@ -114,6 +119,15 @@ class StartupGuide:
             await self._operator.open()
         except BusError as error:
             raise UpError(f"cannot follow the wanted fleet: {cause(error)}") from error
+
+    async def _obey_rolls(self, mesh: "SupervisedMesh", view: "MeshView") -> None:
+        """Replace processes from now on, as `kvmesh roll` orders."""
+        module = await asyncio.to_thread(import_module, "kvmesh.cli.rolling.replacements")
+        self._replacements = module.Replacements(view, self._settings, mesh, self._log.note)
+        try:
+            await self._replacements.open()
+        except BusError as error:
+            self._log.note(f"kvmesh roll cannot replace processes here: {cause(error)}", "W")
 
     def _health_checks(self) -> list[tuple[str, str, int]]:
         """The processes, hosts and ports whose health shows that the mesh serves."""

@@ -54,7 +54,7 @@ class OutcomeReporter:
                 ahead=task.prepared.computed_ahead(cached),
                 cached_tiers=stream.cached or [],
                 cache=account,
-                model=request.model,
+                model=request.target or request.model,
                 tenant=request.tenant_name,
                 key=request.key_name,
                 session=request.hints.session or "",
@@ -74,6 +74,7 @@ class OutcomeReporter:
                 conversation=conversation_name(request.hints.conversation),
                 forked_from=request.hints.forked_from or "",
                 load_test=request.hints.load_test,
+                alias=request.model if request.target else "",
             ),
         )
         _measure(task, started, now)

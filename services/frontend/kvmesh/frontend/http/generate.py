@@ -29,6 +29,7 @@ from kvmesh.frontend.http.responses.log import EventRecord, RunHead, events
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.sse import EventStream, StreamSupervisor
 from kvmesh.frontend.models import ModelRegistry
+from kvmesh.frontend.preprocess.conversation_key import sticky_key
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
 from kvmesh.frontend.sessions.hooks import SessionHooks
 from kvmesh.settings.schema import FrontendSettings
@@ -109,9 +110,11 @@ class GenerateEndpoint:
 
     async def _prepare(self, call: ApiCall, caller: Caller) -> PreparedRequest:
         request = call.request
-        model, adapter = self._dependencies.registry.resolve(request.model)
-        caller.model = request.model
-        await self._history.prepend(request, call.thread)
+        registry = self._dependencies.registry
+        registry.check(request.model)
+        await self._history.prepend(request, call.thread)  # an alias looks at the first message
+        model, adapter = registry.resolve_for(request, sticky_key)
+        caller.model = request.target or request.model
         prepared = await self._dependencies.preprocessor.prepare(request, model, adapter)
         describe(prepared)
         model.metrics.prompt_tokens.inc(prepared.prompt_tokens)

@@ -45,6 +45,9 @@ class InformationEndpoints:
         """
         account = caller_of(http).account
         found = [entry for model in self._registry.models for entry in _entries(model)]
+        aliases = self._registry.served_aliases
+        found = [entry for entry in found if entry["id"] not in aliases]
+        found += [_entry(model, name) for name, model in aliases.items()]
         if account is not None:
             found = [entry for entry in found if account.allows_model(str(entry["id"]))]
         ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {}
@@ -55,7 +58,8 @@ class InformationEndpoints:
         if account is not None and not account.allows_model(name):
             raise ModelNotFound(name)
         model, adapter = self._registry.resolve(name)
-        return _json(_entry(model, None if adapter is None else name))
+        alias = name in self._registry.served_aliases
+        return _json(_entry(model, None if adapter is None and not alias else name))
 
     async def health(self, http: web.Request) -> web.Response:
         """Readiness, without a key; warnings name workers, so only admins see them."""

@@ -29,6 +29,17 @@ class Runner(RefusingRunner):
 
     connection = ApiConnection
 
+    async def stop_listening(self) -> None:
+        """Accept no more connections; those that are open are served on."""
+        for site in list(self.sites):
+            await site.stop()
+
+    @property
+    def busy(self) -> bool:
+        """True while a connection has a request without a complete response."""
+        connections = self.server.connections if self.server is not None else []
+        return any(connection._current_request is not None for connection in connections)
+
 
 async def listen(runner: Runner, settings: FrontendSettings) -> str:
     """Listen on the frontend's port; returns its URL. Raises StartError if it is unavailable."""

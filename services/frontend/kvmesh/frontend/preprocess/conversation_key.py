@@ -49,6 +49,18 @@ def inferred_session(request: GenerateRequest) -> str | None:
     return inferred(request.cache_salt, name)
 
 
+def sticky_key(request: GenerateRequest) -> str:
+    """The text by which a request's session keeps its model: the session, else the conversation.
+
+    A raw prompt without a session has none to keep.
+    """
+    session = request.hints.session
+    if session:
+        return f"{request.cache_salt}\0{session}"
+    conversation = conversation_key(request)
+    return f"{request.cache_salt}\0{conversation}" if conversation else request.id
+
+
 def agent_key(request: GenerateRequest) -> int:
     """32 bits that identify the tools and the leading system text of a request."""
     return _hash("\0".join(_agent_texts(request)))

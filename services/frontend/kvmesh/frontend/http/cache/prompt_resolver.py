@@ -15,6 +15,7 @@ from kvmesh.frontend.http.endpoint import EndpointCall
 from kvmesh.frontend.http.request_id import stamp_of
 from kvmesh.frontend.models import ModelRegistry, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, scoped
+from kvmesh.frontend.preprocess.conversation_key import sticky_key
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor, PromptTokens, hash_prompt
 from kvmesh.frontend.preprocess.retention import explicit_retention
 from kvmesh.frontend.sessions.last_prompts import LastPrompts
@@ -68,7 +69,7 @@ class PromptResolver:
         request = await self._request(call)
         request.body_bytes += len(call.body)
         self._authenticator.bind(request, call.caller.account)
-        model, adapter = self._registry.resolve(request.model)
+        model, adapter = self._registry.resolve_for(request, sticky_key)
         if parsed.session is not None:
             return await self._last(parsed.session, request, model)
         prepared = await self._preprocessor.prepare(request, model, adapter)

@@ -1,0 +1,1 @@
+"""Names under which clients reach several models."""

@@ -1,0 +1,116 @@
+"""`kvmesh model alias`: several models under one name, in a running mesh."""
+
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from support.up import Up
+from support.wait import PATIENCE_S, eventually
+
+SESSIONS = [f"session-{number}" for number in range(24)]
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    up = Up(tmp_path_factory.mktemp("up"), "--workers", "1")
+    up.start()
+    yield up
+    up.close()
+
+
+def command(up: Up, *arguments: str) -> list[str]:
+    mesh = ("--nats", up.nats_url, "--nats-token-file", str(up.token_file))
+    return [sys.executable, "-m", "kvmesh.cli.main", *arguments, *mesh]
+
+
+def run(up: Up, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(up, *arguments), capture_output=True, text=True, check=False)
+
+
+def other_worker(up: Up) -> subprocess.Popen[bytes]:
+    arguments = command(up, "worker", "--name", "other-0", "--served-name", "other")
+    return subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def get(up: Up, path: str) -> dict[str, object]:
+    with urllib.request.urlopen(up.url + path, timeout=PATIENCE_S) as response:
+        found: dict[str, object] = json.load(response)
+        return found
+
+
+def ask(up: Up, session: str, model: str = "chat", text: str = "Hello") -> str:
+    """Send a request under the session; returns the model that its answer names."""
+    body = {"model": model, "max_tokens": 2, "messages": [{"role": "user", "content": text}]}
+    headers = {"Content-Type": "application/json", "x-kvmesh-session-id": session}
+    request = urllib.request.Request(
+        f"{up.url}/v1/chat/completions", json.dumps(body).encode(), headers
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+        return str(json.load(response)["model"])
+
+
+def served(up: Up) -> dict[str, int]:
+    """The requests of each model of the alias."""
+    report = json.loads(run(up, "model", "alias", "--json").stdout)
+    return {model["model"]: model["requests"] for model in report[0]["models"]}
+
+
+async def test_an_alias_from_its_first_day_to_its_last(up: Up) -> None:
+    await up.ready()
+    other = other_worker(up)
+    try:
+        await eventually(lambda: "other" in str(get(up, "/v1/models")))
+        result = run(up, "model", "alias", "chat=kvmesh-demo:50,other:50")
+        assert result.stdout == "chat is kvmesh-demo:50,other:50\n", result.stderr
+        await eventually(lambda: '"chat"' in json.dumps(get(up, "/v1/models")))
+        assert get(up, "/v1/models/chat")["id"] == "chat"
+
+        assert {ask(up, session) for session in SESSIONS} == {"chat"}  # as the client asked
+        first = served(up)
+        assert sum(first.values()) == len(SESSIONS)
+        assert min(first.values()) > 0
+        for session in SESSIONS:
+            ask(up, session, text=f"another prompt of {session}")
+        assert served(up) == {model: 2 * number for model, number in first.items()}  # sticky
+
+        status = run(up, "status").stdout
+        assert "50.0%" in status
+        assert run(up, "model", "alias", "chat=kvmesh-demo:100,other:0").returncode == 0
+        assert run(up, "model", "alias", "chat", "--back").stdout == (
+            "chat is kvmesh-demo:50,other:50\n"
+        )
+    finally:
+        other.terminate()
+        other.wait(PATIENCE_S)
+    await eventually(lambda: '"other"' not in json.dumps(get(up, "/v1/models")))
+    before = served(up)["other"]
+    for session in SESSIONS:
+        ask(up, session)  # the model that is left serves all
+    assert served(up)["other"] == before
+    assert run(up, "model", "alias", "chat", "--remove").returncode == 0
+    await eventually(lambda: '"chat"' not in json.dumps(get(up, "/v1/models")))
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        ask(up, "late")
+
+
+async def test_wrong_definitions_are_one_line(up: Up) -> None:
+    await up.ready()
+    for text, reason in (
+        ("chat", "'chat' is not NAME=MODEL[:WEIGHT],…"),
+        ("chat=a:x", "'x' is no weight of a model"),
+        ("chat=a:0", "'chat=a:0' gives no model a weight"),
+        ("chat=a,a", "'chat=a,a' names a model twice"),
+        ("chat=a:-1", "'a:-1' is not MODEL[:WEIGHT] with a weight of 0 or more"),
+    ):
+        result = run(up, "model", "alias", text)
+        assert (result.returncode, result.stderr) == (2, f"kvmesh model: {reason}\n")
+    assert run(up, "model", "alias", "nobody", "--back").returncode == 1
+    assert run(up, "model", "alias", "--remove").returncode == 2
+    result = run(up, "model", "alias", "new=nothing")
+    assert "nobody serves nothing now" in result.stderr
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        ask(up, "s", "new")

@@ -1,0 +1,1 @@
+"""`kvmesh backup` and `kvmesh restore`: what only the mesh's store holds, in a file."""

@@ -1,0 +1,29 @@
+"""`kvmesh completion`: prints the completion script of a shell, or the manual page."""
+
+import argparse
+import sys
+
+from kvmesh.settings import Settings
+
+MANUAL = "man"
+KINDS = ("bash", "zsh", "tcsh", MANUAL)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "kvmesh completion bash|zsh|tcsh|man"
+    parser.epilog = (
+        "bash: kvmesh completion bash > ~/.local/share/bash-completion/completions/kvmesh"
+    )
+    parser.add_argument("kind", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
+
+
+def run(arguments: argparse.Namespace, settings: Settings) -> int:
+    from kvmesh.cli.references import shell
+
+    manual = arguments.kind == MANUAL
+    module, package = ("build_manpages", "argparse-manpage") if manual else ("shtab", "shtab")
+    if reason := shell.missing(module, package):
+        print(f"kvmesh completion: {reason}", file=sys.stderr)
+        return 1
+    print(shell.manual() if manual else shell.completion(arguments.kind))
+    return 0

@@ -1,0 +1,205 @@
+"""Aliases of models: set, go back, remove, and compare their models."""
+
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+from rich.table import Table
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import NotFound
+from kvmesh.bus.messages import AliasTarget, MessageDecoder, ModelAlias, Outcome, encode
+from kvmesh.bus.storage.buckets import read_bucket
+from kvmesh.cli.rolling.figures import OutcomeLog
+from kvmesh.cli.rolling.platforms import caller
+from kvmesh.observer.route_stream import each_outcome
+
+WINDOW = timedelta(minutes=15)
+HEADINGS = ("alias", "model", "share", "requests", "failed", "ttft p50", "p90", "cached")
+_aliases = MessageDecoder(ModelAlias)
+
+
+class AliasError(Exception):
+    """A definition of an alias that cannot be used; the message says why."""
+
+
+class TargetUse(msgspec.Struct, kw_only=True):
+    """A model of an alias: its share of the sessions, and its requests under this alias."""
+
+    model: str
+    share: float
+    requests: int = 0
+    failed: int = 0
+    ttft_p50_s: float | None = None
+    ttft_p90_s: float | None = None
+    cached_share: float | None = None
+
+
+class AliasUse(msgspec.Struct, kw_only=True):
+    """An alias with the use of its models in the last WINDOW."""
+
+    name: str
+    by: str
+    time: float
+    before: list[AliasTarget]
+    models: list[TargetUse]
+
+
+def parse_alias(text: str) -> ModelAlias:
+    """An alias from `NAME=MODEL[:WEIGHT],…`; raises AliasError."""
+    name, equals, targets = text.partition("=")
+    if not name or not equals or not targets:
+        raise AliasError(f"{text!r} is not NAME=MODEL[:WEIGHT],…")
+    found = [_target(part) for part in targets.split(",")]
+    if not any(target.weight for target in found):
+        raise AliasError(f"{text!r} gives no model a weight")
+    if len({target.model for target in found}) < len(found):
+        raise AliasError(f"{text!r} names a model twice")
+    return ModelAlias(name=name, targets=found)
+
+
+def _target(text: str) -> AliasTarget:
+    model, colon, weight = text.rpartition(":")
+    if not colon:
+        model, weight = text, "1"
+    try:
+        number = float(weight)
+    except ValueError:
+        raise AliasError(f"{weight!r} is no weight of a model") from None
+    if not model or not 0 <= number < float("inf"):
+        raise AliasError(f"{text!r} is not MODEL[:WEIGHT] with a weight of 0 or more")
+    return AliasTarget(model, number)
+
+
+async def set_alias(bus: Bus, alias: ModelAlias, served: Iterable[str]) -> int:
+    """Store an alias; warns of models that nobody serves."""
+    present = (await _stored(bus)).get(alias.name)
+    before = present.targets if present is not None else []
+    await _store(bus, msgspec.structs.replace(alias, before=before))
+    for target in alias.targets:
+        if target.model not in served:
+            print(f"kvmesh model: nobody serves {target.model} now", file=sys.stderr)
+    return 0
+
+
+async def go_back(bus: Bus, name: str) -> int:
+    """Give an alias the targets that it had before its last change, or remove it."""
+    present = (await _stored(bus)).get(name)
+    if present is None:
+        print(f"kvmesh model: no alias is called {name}", file=sys.stderr)
+        return 1
+    if not present.before:
+        return await remove_alias(bus, name)
+    await _store(bus, ModelAlias(name=name, targets=present.before, before=present.targets))
+    return 0
+
+
+async def remove_alias(bus: Bus, name: str) -> int:
+    """Remove an alias."""
+    if name not in await _stored(bus):
+        print(f"kvmesh model: no alias is called {name}", file=sys.stderr)
+        return 1
+    await bus.bucket(bus.subjects.plan_bucket).delete(bus.subjects.alias_key(name))
+    print(f"{name} is no alias any more")
+    return 0
+
+
+async def _store(bus: Bus, alias: ModelAlias) -> None:
+    alias = msgspec.structs.replace(alias, by=caller(), time=time.time())
+    await bus.bucket(bus.subjects.plan_bucket).put(
+        bus.subjects.alias_key(alias.name), encode(alias)
+    )
+    print(f"{alias.name} is {targets_text(alias.targets)}")
+
+
+def targets_text(targets: Iterable[AliasTarget]) -> str:
+    """The models of an alias with their weights, as they are entered."""
+    return ",".join(f"{target.model}:{target.weight:g}" for target in targets)
+
+
+async def _stored(bus: Bus) -> dict[str, ModelAlias]:
+    entries = await read_bucket(bus, bus.subjects.plan_bucket, "alias.*")
+    found = {}
+    for value in entries.values():
+        with suppress(msgspec.MsgspecError):
+            alias = _aliases.decode(value)
+            found[alias.name] = alias
+    return found
+
+
+async def used_aliases(bus: Bus) -> list[AliasUse]:
+    """All aliases, with the requests of the last WINDOW; raises BusError."""
+    with suppress(NotFound):
+        stored = await _stored(bus)
+        return await _compared(bus, stored) if stored else []
+    return []
+
+
+async def _compared(bus: Bus, stored: dict[str, ModelAlias]) -> list[AliasUse]:
+    logs: dict[tuple[str, str], OutcomeLog] = {}
+    tokens: dict[tuple[str, str], list[int]] = {}
+
+    def count(outcome: Outcome) -> None:
+        if outcome.alias in stored:
+            key = (outcome.alias, outcome.model)
+            logs.setdefault(key, OutcomeLog()).add(outcome)
+            sums = tokens.setdefault(key, [0, 0])
+            sums[0] += outcome.cached_tokens
+            sums[1] += outcome.prompt_tokens
+
+    await each_outcome(bus, datetime.now(UTC) - WINDOW, count)
+    return [
+        AliasUse(
+            name=alias.name,
+            by=alias.by,
+            time=alias.time,
+            before=alias.before,
+            models=[
+                _use(target, alias, logs.get((alias.name, target.model)), tokens)
+                for target in alias.targets
+            ],
+        )
+        for alias in sorted(stored.values(), key=lambda alias: alias.name)
+    ]
+
+
+def _use(
+    target: AliasTarget,
+    alias: ModelAlias,
+    log: OutcomeLog | None,
+    tokens: dict[tuple[str, str], list[int]],
+) -> TargetUse:
+    figures = (log or OutcomeLog()).between(0.0, float("inf"))
+    cached, prompt = tokens.get((alias.name, target.model), (0, 0))
+    return TargetUse(
+        model=target.model,
+        share=target.weight / sum(each.weight for each in alias.targets),
+        requests=figures.requests,
+        failed=figures.failed,
+        ttft_p50_s=figures.p50_s,
+        ttft_p90_s=figures.p90_s,
+        cached_share=cached / prompt if prompt else None,
+    )
+
+
+def alias_table(uses: Iterable[AliasUse]) -> Table:
+    """The models of each alias side by side."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading in HEADINGS[:2] else "right")
+    for use in uses:
+        for model in use.models:
+            table.add_row(
+                use.name,
+                model.model,
+                f"{model.share:.1%}",
+                str(model.requests),
+                str(model.failed),
+                "" if model.ttft_p50_s is None else f"{model.ttft_p50_s:.3f} s",
+                "" if model.ttft_p90_s is None else f"{model.ttft_p90_s:.3f} s",
+                "" if model.cached_share is None else f"{model.cached_share:.1%}",
+            )
+    return table

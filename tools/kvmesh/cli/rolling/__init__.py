@@ -1,0 +1,1 @@
+"""`kvmesh roll`: replaces the processes of a service one at a time."""
