@@ -31,7 +31,7 @@ SOURCES := $(shell find libs services tools -name '*.py')
 # The tests start hundreds of processes, which would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench servers agents parsers sglang vllm vllm-next vllm-changes streams sanitize docs clean
+.PHONY: setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench servers agents parsers sglang vllm vllm-next vllm-changes streams containers sanitize docs clean
 
 setup: $(BUILT)
 
@@ -210,6 +210,14 @@ parsers: $(ENGINES) .parsers/.installed $(VLLM_VENV)/.installed
 	$(STEP) "installing SGLang's Python code" .parsers/bin/pip install --quiet --no-deps sglang==0.5.23
 	touch $@
 
+# Compose meshes in real containers: each profile and file, scaled, killed and rolled under traffic. They
+# use Docker where it runs; root gets a daemon of the tests' own, in .containers, which has Debian's
+# packages and the images, and takes about 15 minutes to make.
+containers: $(ENGINES)
+	test "$$(id -u)" != 0 || sh compose/check.sh > /dev/null 2>&1 || command -v debootstrap slirp4netns > /dev/null || \
+	  $(STEP) "installing what starts a Docker daemon" apt-get install -y -qq debootstrap slirp4netns
+	$(BIN)/pytest -q -m containers tests/containers
+
 sanitize:
 	for kind in thread address,undefined; do \
 	  cmake -S tests/native -B build/sanitize-$$kind -DSANITIZE=$$kind && \
@@ -240,4 +248,4 @@ docs: setup
 	$(BIN)/python -m kvmesh.worker.abilities | sed -i '/^<!-- abilities/r /dev/stdin' docs/engines.md
 
 clean:
-	rm -rf $(VENV) $(COMPILED) $(VLLM_NEXT) build .agents .clients .packages .parsers .prometheus .servers .kvmesh .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(COMPILED) $(VLLM_NEXT) build .agents .clients .containers .packages .parsers .prometheus .servers .kvmesh .mypy_cache .pytest_cache .ruff_cache
