@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from support.docker import Docker
 
 T = TypeVar("T")
-TRAFFIC = Path(__file__).with_name("traffic.py")
+TRAFFIC = Path(__file__).with_name("container_traffic.py")
 PATIENCE_S = 180.0  # for a container, on a machine that does much else
 BUILDER = "credentials"  # ends once it has written the credentials
 
