@@ -48,7 +48,12 @@ def main() -> None:
     connection.request("GET", "/v1/models")
     model = json.loads(connection.getresponse().read())["data"][0]["id"]
     ended = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+
+    def wait_for_end() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
     threads: list[threading.Thread] = []
     while not ended.wait(PERIOD_S):
         threads.append(threading.Thread(target=stream, args=(model, len(threads))))
