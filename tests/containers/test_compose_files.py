@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.compose import COMPOSE
 from support.containers import ComposeMesh, until
-from support.docker import CACHE, STAND_INS, Docker, bootstrap, ensure_image, import_image
+from support.docker import Docker, ensure_image
 
 from kvmesh.worker.models.tiny_model import make_tiny_model
 
@@ -73,17 +73,7 @@ def test_a_planner_advises(mesh: ComposeMesh) -> None:
 
 
 def test_a_planner_scales_the_workers(mesh: ComposeMesh, docker: Docker) -> None:
-    if not docker.has_image(DOCKER_CLI):
-        client = CACHE / "docker-cli"
-        bootstrap(client, ("docker-cli", "docker-compose"))
-        for path in ("usr/local/bin", "usr/local/libexec/docker"):
-            (client / path).mkdir(parents=True, exist_ok=True)
-        for target, link in (
-            ("/usr/bin/docker", "usr/local/bin/docker"),
-            ("/usr/libexec/docker/cli-plugins", "usr/local/libexec/docker/cli-plugins"),
-        ):
-            copy(client, target, link)
-        import_image(docker, client, DOCKER_CLI)
+    ensure_image(docker, DOCKER_CLI, ("docker-cli", "docker-compose"), prepare=as_in_docker_cli)
     group = docker.run("stat", "-c", "%g", "/var/run/docker.sock").stdout.strip()
     mesh.env |= {"DOCKER_GID": group, "KVMESH_PLANNER_POOLS": "worker:min=2,max=3"}
     mesh.files.append("scaling.yaml")
@@ -95,16 +85,15 @@ def test_a_planner_scales_the_workers(mesh: ComposeMesh, docker: Docker) -> None
     assert before.items() <= mesh.ids().items()
 
 
-def copy(folder: Path, source: str, target: str) -> None:
-    found, to = folder / source.lstrip("/"), folder / target
-    if found.is_dir():
-        shutil.copytree(found, to, dirs_exist_ok=True)
-    elif found.exists():
-        shutil.copy(found, to)
+def as_in_docker_cli(folder: Path) -> None:
+    """Have Debian's files where the image of Docker's client has them."""
+    local, libexec = folder / "usr" / "local", folder / "usr" / "libexec" / "docker"
+    shutil.copytree(libexec, local / "libexec" / "docker", dirs_exist_ok=True)
+    shutil.copy(folder / "usr" / "bin" / "docker", local / "bin")
 
 
 def test_blocks_go_to_redis(mesh: ComposeMesh, docker: Docker) -> None:
-    ensure_image(docker, "redis:8.2", STAND_INS["redis:8.2"])
+    ensure_image(docker, "redis:8.2", ("redis-server",))
     mesh.env["KVMESH_KVBM_REMOTE_FREQUENCY"] = "1"
     mesh.files.append("redis.yaml")
     mesh.up(worker=2)
@@ -135,13 +124,11 @@ def test_three_servers_keep_the_mesh_while_one_is_away(mesh: ComposeMesh) -> Non
 
 
 def test_prometheus_scrapes_every_container(mesh: ComposeMesh, docker: Docker) -> None:
-    image = "prom/prometheus:v3.7.3"
-    if not docker.has_image(image):
-        folder = CACHE / "prometheus"
-        bootstrap(folder, STAND_INS[image])
-        (folder / "prometheus").mkdir(exist_ok=True)
-        entry = 'ENTRYPOINT ["/usr/bin/prometheus"]'
-        import_image(docker, folder, image, entry, "USER 65534", "WORKDIR /prometheus")
+    ensure_image(
+        *(docker, "prom/prometheus:v3.7.3", ("prometheus",)),
+        *('ENTRYPOINT ["/usr/bin/prometheus"]', "USER 65534", "WORKDIR /prometheus"),
+        prepare=lambda folder: (folder / "prometheus").mkdir(exist_ok=True),
+    )
     mesh.profiles = ["observability"]
     mesh.compose("up", "--detach", "--scale", "grafana=0")
     mesh.wait_healthy()
@@ -149,6 +136,7 @@ def test_prometheus_scrapes_every_container(mesh: ComposeMesh, docker: Docker) -
 
 
 def scraped(mesh: ComposeMesh) -> set[str]:
+    """The states of Prometheus's targets."""
     answer = mesh.ask(url="http://127.0.0.1:9091/api/v1/targets?state=active")
     return {
         target["health"]

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -20,11 +20,6 @@ ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".containers"
 SUITE = "trixie"
 DAEMON = ("docker.io", "docker-cli", "docker-compose", "docker-buildx", "iptables", "iproute2")
-# what the tests start besides kvmesh, by image
-STAND_INS = {
-    "redis:8.2": ("redis-server",),
-    "prom/prometheus:v3.7.3": ("prometheus",),
-}
 PYTHON_NEEDS = (
     *("ca-certificates", "netbase", "libssl3t64", "libsqlite3-0", "libffi8"),
     *("libreadline8t64", "libncursesw6", "libexpat1"),
@@ -182,16 +177,25 @@ def bootstrap(folder: Path, packages: Sequence[str]) -> None:
     unfinished.rename(folder)
 
 
-def ensure_image(docker: Docker, image: str, packages: Sequence[str]) -> None:
-    """Pull an image, or make one of Debian's packages where no registry answers."""
+def ensure_image(
+    docker: Docker,
+    image: str,
+    packages: Sequence[str],
+    *changes: str,
+    prepare: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """Pull an image, or make one of Debian's packages for a daemon that reaches no registry.
+
+    `prepare` changes the folder that becomes the image; `changes` are lines of a Dockerfile.
+    """
     if docker.has_image(image):
         return
-    if not docker.own or not docker.run("docker", "pull", image, check=False).returncode:
-        docker.run("docker", "pull", image)
+    if not docker.run("docker", "pull", image, check=not docker.own).returncode:
         return
     folder = CACHE / image.replace("/", "-").replace(":", "-")
     bootstrap(folder, packages)
-    import_image(docker, folder, image)
+    prepare(folder)
+    import_image(docker, folder, image, *changes)
 
 
 def import_image(docker: Docker, folder: Path, image: str, *changes: str) -> None:
