@@ -9,6 +9,7 @@ from support.compose import COMPOSE
 from support.containers import ComposeMesh, until
 from support.docker import Docker, ensure_image
 
+from kvmesh.cli.keyring import PREFIX
 from kvmesh.worker.models.tiny_model import make_tiny_model
 
 DOCKER_CLI = "docker:28-cli"
@@ -18,9 +19,8 @@ def test_keys_are_made_by_the_command_line(mesh: ComposeMesh) -> None:
     mesh.env = {"KVMESH_KEYS_BUCKET": "true"}
     mesh.up(worker=1)
     assert "error" in mesh.ask()
-    secret = next(
-        word for word in mesh.kvmesh("keys", "add", "me").split() if word.startswith("kvm")
-    )
+    added = mesh.kvmesh("keys", "add", "me").split()
+    secret = next(word for word in added if word.startswith(PREFIX))
     answer = until(lambda: mesh.chat("-H", f"authorization: Bearer {secret}"))
     assert answer["usage"]["completion_tokens"] == 8
 
