@@ -31,7 +31,7 @@ SOURCES := $(shell find libs services tools -name '*.py')
 # The tests start hundreds of processes, which would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench servers agents load-generators parsers sglang vllm vllm-next vllm-changes streams sanitize kubernetes docs clean
+.PHONY: setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench servers agents load-generators parsers sglang vllm vllm-next vllm-changes streams readers containers sanitize kubernetes docs clean
 
 setup: $(BUILT)
 
@@ -217,7 +217,6 @@ parsers: $(ENGINES) .parsers/.installed $(VLLM_VENV)/.installed
 
 # The readers of other tools, each in its own environment, and vLLM's. READERS names others' environments.
 READERS ?= .readers
-.PHONY: readers
 readers: $(ENGINES) $(READERS)/.installed $(VLLM_VENV)/.installed
 	READERS=$(READERS) VLLM_VENV=$(VLLM_VENV) $(BIN)/pytest -q -m readers tests/readers
 
@@ -228,6 +227,14 @@ readers: $(ENGINES) $(READERS)/.installed $(VLLM_VENV)/.installed
 	  $(STEP) "installing $$tool" .readers/$$name/bin/pip install --quiet $$tool || exit 1; \
 	done
 	touch $@
+
+# Compose meshes in real containers: each profile and file, scaled, killed and rolled under traffic. They
+# use Docker where it runs; root gets a daemon of the tests' own, in .containers, which has Debian's
+# packages and the images, and takes about 15 minutes to make.
+containers: $(ENGINES)
+	test "$$(id -u)" != 0 || sh compose/check.sh > /dev/null 2>&1 || command -v debootstrap slirp4netns > /dev/null || \
+	  $(STEP) "installing what starts a Docker daemon" apt-get install -y -qq debootstrap slirp4netns
+	$(BIN)/pytest -q -m containers tests/containers
 
 sanitize:
 	for kind in thread address,undefined; do \
@@ -251,14 +258,8 @@ agents: $(ENGINES) .agents/.installed
 	touch $@
 
 # AIPerf, GuideLLM and vLLM's own on a live mesh.
-load-generators: $(ENGINES) .load-generators/.installed $(VLLM_VENV)/.installed
-	$(BIN)/pytest -q -m load_generators tests/load_generators
-
-.load-generators/.installed: tests/load_generators/requirements.txt
-	rm -rf .load-generators
-	$(PYTHON) -m venv .load-generators
-	$(STEP) "installing load generators" .load-generators/bin/pip install --quiet --requirement $<
-	touch $@
+load-generators: $(ENGINES) $(READERS)/.installed $(VLLM_VENV)/.installed
+	READERS=$(READERS) VLLM_VENV=$(VLLM_VENV) $(BIN)/pytest -q -m load_generators tests/load_generators
 
 # The kustomize base is the chart with its own values.
 kubernetes: $(ENGINES)
@@ -273,4 +274,4 @@ docs: setup
 	$(BIN)/python -m kvmesh.worker.abilities | sed -i '/^<!-- abilities/r /dev/stdin' docs/engines.md
 
 clean:
-	rm -rf $(VENV) $(COMPILED) $(VLLM_NEXT) build .agents .clients .load-generators .packages .parsers .prometheus .readers .servers .kvmesh .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(COMPILED) $(VLLM_NEXT) build .agents .clients .containers .packages .parsers .prometheus .readers .servers .kvmesh .mypy_cache .pytest_cache .ruff_cache

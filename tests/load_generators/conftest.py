@@ -10,7 +10,8 @@ import pytest_asyncio
 from support.up import Up
 
 ROOT = Path(__file__).parents[2]
-TOOLS = ROOT / ".load-generators" / "bin"
+TOOLS = ROOT / os.environ.get("READERS", ".readers")
+VLLM = ROOT / os.environ.get("VLLM_VENV", ".venv-vllm")
 PROCESSES = 8  # of the mesh; each but the frontend has a port of metrics
 
 

@@ -20,7 +20,7 @@ async def aiperf(up: Up, folder: Path, *arguments: str) -> dict[str, Any]:
     """Run `aiperf profile`; returns its JSON export."""
     tokenizer = str(model_dir())
     await run(
-        TOOLS / "aiperf",
+        TOOLS / "aiperf" / "bin" / "aiperf",
         *("profile", "--model", "kvmesh-demo", "--url", up.url, "--tokenizer", tokenizer),
         *("--streaming", "--use-server-token-count", "--ui-type", "none"),
         *("--extra-inputs", "ignore_eos:true", "--output-artifact-dir", str(folder)),

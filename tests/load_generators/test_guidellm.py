@@ -25,7 +25,7 @@ async def test_every_api_is_measured_without_an_error(mesh: Up, tmp_path: Path, 
     }
     async with Tap().listening(mesh.options) as tap:
         await run(
-            TOOLS / "guidellm",
+            TOOLS / "guidellm" / "bin" / "guidellm",
             *("run", "--backend", json.dumps(backend)),
             *("--tokenizer", f"kind=huggingface_auto,model={model_dir()}"),
             *("--data", "kind=synthetic_text,prompt_tokens=300,output_tokens=20"),

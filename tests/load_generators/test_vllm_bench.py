@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from load_generators.conftest import ROOT, run
+from load_generators.conftest import VLLM, run
 from support.tap import Tap
 from support.up import Up
 from support.wait import eventually
@@ -12,7 +12,7 @@ from support.wait import eventually
 from kvmesh.demo import model_dir
 
 pytestmark = [pytest.mark.load_generators, pytest.mark.asyncio(loop_scope="module")]
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+PYTHON = VLLM / "bin" / "python"
 # `vllm bench serve` of the CPU build, whose command looks for a package of another name
 BENCH = """
 import argparse

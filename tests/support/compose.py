@@ -42,7 +42,7 @@ def substituted(value: Any, variables: dict[str, str]) -> Any:
         return [substituted(item, variables) for item in value]
     if not isinstance(value, str):
         return value
-    return VARIABLE.sub(lambda match: variables.get(match[1], match[2]), value)
+    return VARIABLE.sub(lambda match: variables.get(match[1], match[2]), value).replace("$$", "$")
 
 
 def entrypoint() -> list[str]:
@@ -96,14 +96,11 @@ class Container:
         """Run the file's own health check; fails the test if the process has ended."""
         if self.process is not None and self.process.poll() is not None:
             pytest.fail(f"{self.name} ended with status {self.process.returncode}; see its log")
-        kind, executable, *arguments = self.service["healthcheck"]["test"]
-        assert (kind, executable) == ("CMD", "python")
-        moved = [re.sub(r"(127\.0\.0\.1):(\d+)", self._moved, text) for text in arguments]
-        checked = subprocess.run([sys.executable, *moved], capture_output=True, timeout=PATIENCE_S)
+        kind, *asks, port, path = self.service["healthcheck"]["test"]
+        assert (kind, asks[:2]) == ("CMD", ["bash", "-c"])
+        command = [*asks, str(self.port(port)), path]
+        checked = subprocess.run(command, capture_output=True, timeout=PATIENCE_S)
         return checked.returncode == 0
-
-    def _moved(self, match: re.Match[str]) -> str:
-        return f"{match[1]}:{self.port(match[2])}"
 
     def stop(self) -> None:
         if self.process is not None:
@@ -170,8 +167,7 @@ async def serve(containers: dict[str, Container], patience_s: float = PATIENCE_S
             what=f"{container.name} is healthy",
             timeout=patience_s,
         )
-    published = containers["frontend"].service["ports"][0].rpartition(":")[2]
-    port = containers["frontend"].port(published)
+    port = containers["frontend"].port("8000")
     await eventually(lambda: asyncio.to_thread(_answers, port))
 
 

@@ -500,6 +500,15 @@ class Bus:
             await self._posts.drained()
             await self.client.flush()
 
+    def may_create(self, stream: str) -> bool:
+        """False if this process's role may not create a stream.
+
+        Only a user with an inbox prefix of its own has the permissions of its role.
+        """
+        if self.options.inbox_prefix == BusOptions.inbox_prefix or not self.refusals.needs_any:
+            return True
+        return self.refusals.is_needed(f"{self.js.prefix}.STREAM.CREATE.{stream}")
+
     async def close(self) -> None:
         """Flush what was posted and disconnect."""
         self.closing = True

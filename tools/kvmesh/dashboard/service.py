@@ -1,5 +1,6 @@
 """The dashboard process: follows the mesh, and serves the page."""
 
+import importlib
 import importlib.util
 import logging
 
@@ -16,7 +17,10 @@ LOCAL = (LOOPBACK, "::1", "localhost")
 
 
 def check(settings: Settings) -> None:
-    """Raises StartError if the library of the page is missing, or everyone could read it."""
+    """Raises StartError if the library of the page is missing, or everyone could read it.
+
+    It imports the library, too, which takes seconds: a signal ends the process meanwhile.
+    """
     if importlib.util.find_spec("nicegui") is None:
         raise StartError("the dashboard needs NiceGUI: pip install 'kvmesh[dashboard]'", True)
     own = settings.dashboard
@@ -24,9 +28,11 @@ def check(settings: Settings) -> None:
     if not keys and not own.allow_anonymous and not is_local(own):
         raise StartError(
             f"refusing to show the mesh to everyone who reaches {own.host}: configure"
-            " dashboard.keys_file or dashboard.keys_bucket, or set dashboard.allow_anonymous",
+            " dashboard.keys_file or dashboard.keys_bucket, or set dashboard.allow_anonymous"
+            " (with compose: KVMESH_KEYS_FILE, KVMESH_KEYS_BUCKET, KVMESH_ALLOW_ANONYMOUS)",
             permanent=True,
         )
+    importlib.import_module("kvmesh.dashboard.http.server")
 
 
 def is_local(settings: DashboardSettings) -> bool:
@@ -44,7 +50,13 @@ async def main(service: Service) -> None:
     )
     try:
         await keys.open()
-    except (KeysError, BusError) as error:
+    except KeysError as error:
+        raise StartError(
+            "cannot read the API keys of dashboard.keys_file"
+            f" (with compose: KVMESH_KEYS_FILE): {error}",
+            permanent=True,
+        ) from error
+    except BusError as error:
         raise StartError(f"cannot read the API keys: {cause(error)}") from error
     mesh = Mesh(service.bus, service.settings)
     try:

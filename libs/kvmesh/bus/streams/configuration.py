@@ -148,15 +148,18 @@ async def ensure_stream(bus: Bus, wanted: StreamSpec) -> StreamConfig:
         return (await bus.js.stream_info(wanted.name)).config
     except NotFound:
         pass
+    missing = StreamMissing(
+        f"stream {wanted.name} is missing, and only frontends and operators may create it"
+    )
+    if not bus.may_create(wanted.name):
+        raise missing
     size, _ = wanted.limits.get("max_bytes", (0, ""))
     try:
         async with explained_refusal(bus, wanted.name, size):
             if wanted.create is not None:
                 await wanted.create()
     except NotPermitted:
-        raise StreamMissing(
-            f"stream {wanted.name} is missing, and only frontends and operators may create it"
-        ) from None
+        raise missing from None
     except Conflict:
         pass  # another process was first
     return (await bus.js.stream_info(wanted.name)).config

@@ -261,7 +261,7 @@ class StreamKeeper:
 
     async def _make_one(self, name: str, spec: StreamSpec) -> str:
         """Make a stream as it was, or for the first time; the reason if that fails."""
-        if not self._may_create:
+        if not (self._may_create and self._bus.may_create(name)):
             return "only frontends and operators may create it"
         seen = self._seen.get(name)
         try:

@@ -15,12 +15,18 @@ from kvmesh.bus.errors import (
     ServerUnfit,
     cause,
 )
-from kvmesh.bus.streams.configuration import Difference, StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import (
+    Difference,
+    StreamLimits,
+    StreamMissing,
+    ensure_streams,
+)
 from kvmesh.bus.streams.server_check import JETSTREAM, check_server, founds_mesh, old_version
 
 log = logging.getLogger(__name__)
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 10.0
 PATIENCE_S = 30.0
+MISSING_DELAY_S = 1.0  # between looks for streams that a frontend makes once it has started
 NO_META_LEADER, NO_LEADER, NO_PEERS, OFFLINE = 10008, 10009, 10005, 10118
 T = TypeVar("T")
 ELECTING = (NO_META_LEADER, NO_LEADER, OFFLINE)
@@ -31,10 +37,11 @@ async def prepare_streams(
 ) -> list[Difference]:
     """Return once the streams exist, with their differences from `limits`.
 
-    Retries until cancelled while the server or the cluster is not ready, and calls `waits` before
-    the first time. Raises ServerUnfit.
+    Retries until cancelled while the server or the cluster is not ready, or a frontend has not made
+    the streams yet, and calls `waits` before the first time. Raises ServerUnfit.
     """
     backoff, failing = Backoff(FIRST_DELAY_S, MAX_DELAY_S), False
+    missing = _MissingStreams()
     while True:
         try:
             domain = await check_server(bus)
@@ -42,6 +49,11 @@ async def prepare_streams(
             found = await ensure_streams(bus, limits)
         except ServerUnfit:
             raise
+        except StreamMissing as error:
+            if missing.since is None:
+                waits()
+            missing.note(error)
+            await asyncio.sleep(MISSING_DELAY_S)
         except BusError as error:
             if not failing:
                 waits()
@@ -49,7 +61,7 @@ async def prepare_streams(
             failing = True
             await asyncio.sleep(backoff.delay())
         else:
-            if failing:
+            if failing or missing.since is not None:
                 log.info("JetStream is ready")
             if warning := old_version(bus):
                 log.warning("%s", warning)
@@ -58,6 +70,23 @@ async def prepare_streams(
                 text += " nats.domain names that of another"
                 log.warning(text, bus.options.namespace, domain)
             return found
+
+
+class _MissingStreams:
+    """Tells of streams that another process has to make: a warning once that takes long."""
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        self._warned = False
+
+    def note(self, error: StreamMissing) -> None:
+        now = asyncio.get_running_loop().time()
+        if self.since is None:
+            self.since = now
+            log.info("waiting for a frontend to create the streams: %s", error)
+        elif now > self.since + PATIENCE_S and not self._warned:
+            self._warned = True
+            log.warning("no frontend has created the streams for %.0f s: %s", PATIENCE_S, error)
 
 
 async def patiently(work: Callable[[], Awaitable[T]], patience_s: float = PATIENCE_S) -> T:

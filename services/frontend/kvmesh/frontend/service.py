@@ -65,6 +65,7 @@ LOADING_S = 10.0  # a model that takes longer loads while requests for others ar
 SWITCH_S = 0.001  # after which a tokenizing thread yields the GIL to the event loop
 MAX_HEADER = 64 << 10  # harnesses put JSON into headers
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+KEYS_VARIABLE = "with compose: KVMESH_KEYS_FILE"
 meanwhile = answer_without_bus  # while the start waits for NATS
 
 
@@ -190,7 +191,8 @@ class FrontendService:
         try:
             await self.authenticator.open()
         except KeysError as error:
-            raise StartError(str(error), permanent=True) from error
+            reason = f"cannot read the API keys of frontend.keys_file ({KEYS_VARIABLE}): {error}"
+            raise StartError(reason, permanent=True) from error
         await self.routes.open()
         if self.authenticator.requires_keys:
             await self.shared_limits.open()
@@ -376,6 +378,7 @@ def _check_exposure(settings: FrontendSettings, keys: bool) -> None:
     else:
         raise StartError(
             f"refusing to serve everyone on {settings.host}: configure frontend.keys_file or"
-            " frontend.keys_bucket, or set frontend.allow_anonymous",
+            " frontend.keys_bucket, or set frontend.allow_anonymous"
+            " (with compose: KVMESH_KEYS_FILE, KVMESH_KEYS_BUCKET, KVMESH_ALLOW_ANONYMOUS)",
             permanent=True,
         )

@@ -12,7 +12,8 @@ from kvmesh.workload.replay.replay import run as replay
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s TRACE … [options]"
     parser.add_argument("trace", nargs="+", metavar="TRACE", help=SOURCES)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="server (%(default)s)")
+    url = os.environ.get("KVMESH_URL") or "http://127.0.0.1:8000"
+    parser.add_argument("--url", default=url, help="server [KVMESH_URL] (%(default)s)")
     parser.add_argument("--model", help="model name (the first that the server lists)")
     parser.add_argument("--limit", type=positive, metavar="N", help="send the first N only")
     parser.add_argument(

@@ -31,7 +31,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--remaining", type=seconds, metavar="S", help="estimated seconds until the tool ends"
     )
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="frontend (%(default)s)")
+    url = os.environ.get("KVMESH_URL") or "http://127.0.0.1:8000"
+    parser.add_argument("--url", default=url, help="frontend [KVMESH_URL] (%(default)s)")
     parser.add_argument(
         "--api-key",
         default=os.environ.get("OPENAI_API_KEY"),

@@ -48,6 +48,11 @@ class Refusals:
         """
         self._needed = tuple(patterns)
 
+    @property
+    def needs_any(self) -> bool:
+        """True once this process has said on which subjects it publishes."""
+        return bool(self._needed)
+
     def is_needed(self, subject: str) -> bool:
         """True if this process needs to publish on a subject, so that a refusal is a fault."""
         return any(covers(pattern, subject) for pattern in self._needed)

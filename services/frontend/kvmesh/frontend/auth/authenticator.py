@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,7 +57,7 @@ def read_keys(file: Path) -> list[Key]:
     try:
         return msgspec.toml.decode(file.read_bytes(), type=_File).key
     except OSError as error:
-        raise KeysError(file, error.strerror or str(error)) from error
+        raise _unreadable(file, error) from error
     except (msgspec.MsgspecError, ValueError) as error:
         raise KeysError(file, str(error)) from error
 
@@ -271,5 +272,14 @@ def _stamp(file: Path | None) -> object:
     try:
         status = file.stat()
     except OSError as error:
-        raise KeysError(file, error.strerror or str(error)) from error
+        raise _unreadable(file, error) from error
     return status.st_mtime_ns, status.st_size
+
+
+def _unreadable(file: Path, error: OSError) -> KeysError:
+    reason = error.strerror or str(error)
+    if isinstance(error, PermissionError):
+        reason += (
+            f": user {os.getuid()}, as which this process runs, has to be permitted to read it"
+        )
+    return KeysError(file, reason)
