@@ -99,8 +99,7 @@ async def test_tokens_are_generated_and_the_cache_is_known(mesh: Mesh) -> None:
 async def test_a_custom_router_chooses_the_worker_of_an_answer(mesh: Mesh) -> None:
     """The lines of a program that was written for Dynamo's KvRouter."""
     config = {"overlap_score_weight": 2.0, "router_temperature": 0.0}
-    # the package's own module is installed from libs/package, where mypy does not look
-    async with kvmesh.KvRouter.connect(MODEL, mesh.options, timeout=30) as router:  # type: ignore[attr-defined]
+    async with kvmesh.KvRouter.connect(MODEL, mesh.options, timeout=30) as router:
         await eventually(lambda: both(router))
         loads = await router.get_potential_loads(PROMPT)
         chosen = min(loads, key=lambda load: load["potential_prefill_tokens"])["worker_id"]

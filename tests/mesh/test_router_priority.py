@@ -21,9 +21,10 @@ from kvmesh.bus.messages import (
     SeqBatch,
     SeqFree,
     SeqPrefilled,
+    Work,
 )
 from kvmesh.hashing import block_hashes
-from kvmesh.router.worker_client import generate, new_work, pack
+from kvmesh.router.worker_client import generate, pack
 
 MODEL = "kvmesh-demo"
 TOKENS = 2048
@@ -73,7 +74,7 @@ async def serve(bus: Bus, name: str, hints: Hints, first_token: int) -> float:
     routed = await query_router(bus, message, timeout=60, model=MODEL)
     assert isinstance(routed, Routed), routed
     sampling = Sampling(max_tokens=2, ignore_eos=True)
-    work = new_work(name, f"f-{name}", prompt, sampling)
+    work = Work(request=name, frontend=f"f-{name}", tokens=pack(prompt), sampling=sampling)
     subject = bus.subjects.seq(MODEL)
     ttft = 0.0
     async for _ in generate(bus, routed.instance, work, 60.0):

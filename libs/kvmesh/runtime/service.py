@@ -262,7 +262,7 @@ async def _unless_stopped(work: Coroutine[Any, Any, T], stopping: asyncio.Event)
 
 
 class _Signals:
-    """What SIGTERM and SIGINT do, from before the process has connected."""
+    """The effects of SIGTERM and SIGINT, from before the process has connected."""
 
     def __init__(self) -> None:
         self.stopping = asyncio.Event()

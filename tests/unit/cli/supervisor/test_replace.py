@@ -29,6 +29,12 @@ class Ready:
     async def until_ready(self, mesh: SupervisedMesh) -> None:
         """Nothing to wait for."""
 
+    def serves(self) -> bool:
+        return True
+
+    def retired(self, name: str) -> None:
+        """Nobody waits for it."""
+
     async def before_stop(self) -> None:
         """Nothing to close."""
 

@@ -72,14 +72,13 @@ def _tiny(folder: Path, seed: int) -> int:
 
 
 def _alias(arguments: argparse.Namespace, settings: Settings) -> int:
-    from rich.console import Console
-
     from kvmesh.bus.client import Bus
-    from kvmesh.bus.discovery.directory import read_cards
+    from kvmesh.bus.discovery.cards import read_cards
     from kvmesh.bus.messages import Role, adapter_name
     from kvmesh.cli.bus_session import run_on_bus
     from kvmesh.cli.models import aliases
     from kvmesh.cli.status.view import show_json
+    from kvmesh.terminal.console import stdout_console
 
     text = arguments.operands[0] if arguments.operands else ""
     changes = arguments.back or arguments.remove
@@ -107,7 +106,7 @@ def _alias(arguments: argparse.Namespace, settings: Settings) -> int:
         elif not uses:
             print("no aliases")
         else:
-            Console(highlight=False).print(aliases.alias_table(uses))
+            aliases.alias_table(uses).show(stdout_console())
         return 0
 
     return run_on_bus("model", settings, main)

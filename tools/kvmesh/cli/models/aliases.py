@@ -7,7 +7,6 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
 import msgspec
-from rich.table import Table
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import NotFound
@@ -16,9 +15,11 @@ from kvmesh.bus.storage.buckets import read_bucket
 from kvmesh.cli.rolling.figures import OutcomeLog
 from kvmesh.cli.rolling.platforms import caller
 from kvmesh.observer.route_stream import each_outcome
+from kvmesh.terminal.tables import FittedTable, columns
 
 WINDOW = timedelta(minutes=15)
 HEADINGS = ("alias", "model", "share", "requests", "failed", "ttft p50", "p90", "cached")
+HIDE = ("p90", "cached", "requests")
 _aliases = MessageDecoder(ModelAlias)
 
 
@@ -185,11 +186,9 @@ def _use(
     )
 
 
-def alias_table(uses: Iterable[AliasUse]) -> Table:
+def alias_table(uses: Iterable[AliasUse]) -> FittedTable:
     """The models of each alias side by side."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading in HEADINGS[:2] else "right")
+    table = FittedTable(columns(*HEADINGS, numbers=HEADINGS[2:], hide=HIDE))
     for use in uses:
         for model in use.models:
             table.add_row(
