@@ -56,7 +56,8 @@ async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Up]:
 def environment(up: Up) -> dict[str, str]:
     own = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
     path = f"{Path(sys.executable).parent}:{own['PATH']}"
-    return {**own, "PATH": path, "KVMESH_UP_STATE_DIR": str(up.token_file.parent)}
+    home = str(up.folder)  # some blocks write below it
+    return {**own, "HOME": home, "PATH": path, "KVMESH_UP_STATE_DIR": str(up.token_file.parent)}
 
 
 def shell(up: Up, text: str) -> subprocess.CompletedProcess[str]:

@@ -246,7 +246,7 @@ def test_status_as_json_has_one_shape(operator: Operator) -> None:
     assert list(members) == ["router-0", "worker-0", "worker-1"]
     assert [load["running"] for load in members["worker-0"]["load"]] == [3]
     assert (members["worker-0"]["eligible"], members["worker-1"]["eligible"]) == (True, False)
-    assert members["worker-0"]["age_s"] >= 90
+    assert members["worker-0"]["age_s"] < 60  # by the server's time, whatever the card states
     streams = {stream["name"]: stream["messages"] for stream in report["streams"]}
     assert streams[f"kvm-{NAMESPACE}-route"] == len(ROUTES)
     assert {bucket["kind"] for bucket in report["buckets"]} == {"kv", "object"}
@@ -541,7 +541,13 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_an_absent_mesh_is_one_line(operator: Operator, command: tuple[str, ...]) -> None:
+def test_an_absent_mesh_is_one_line(
+    operator: Operator,
+    command: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # without meshes of other tests
     status, out, err = operator(*command, namespace="elsewhere")
     assert (status, out) == (1, "")
     assert err == f"kvmesh {command[0]}: no mesh named elsewhere at {operator.url}\n"

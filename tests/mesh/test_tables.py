@@ -35,7 +35,6 @@ COMMANDS = (
     "plan profiles",
     "workload analyze demo",
     "simulate demo --limit 20 --compare kv,round-robin,random,least-loaded",
-    "fanout",
 )
 
 

@@ -11,6 +11,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"^```console[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # What a test of a live mesh cannot run: a pattern of commands, and the reason.
 CANNOT = {
+    r"^kubectl |^for role |^helm |--statefulset": "needs a Kubernetes cluster",
     r"\bdocker ": "needs a Docker daemon; the tests of containers run it",
     r"^(\S+=\S+ )*(claude|codex|pi|qwen|cn)\b": "needs an agent of npm: `make agents`",
     r"^make |make agents": "is a test itself",
@@ -88,7 +89,7 @@ def _commands(block: str) -> Iterator[str]:
             continue
         command = line[2:]
         while command.endswith("\\") or not _complete(command):
-            command += "\n" + next(lines, "'")
+            command += "\n" + next(lines, "'").removeprefix("> ")
         yield command
 
 
@@ -102,4 +103,4 @@ def _complete(command: str) -> bool:
         shlex.split(_joined(command), comments=True)
     except ValueError:
         return False
-    return True
+    return not command.startswith("for ") or command.endswith("done")
