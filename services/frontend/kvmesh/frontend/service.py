@@ -6,7 +6,7 @@ import sys
 import time
 from functools import partial
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from msgspec.structs import replace
 from prometheus_client import REGISTRY
 
@@ -234,6 +234,7 @@ class FrontendService:
         """Have clients send nothing more on a connection that is about to close."""
         if self._service.stopping.is_set():
             response.force_close()
+            response.headers[hdrs.CONNECTION] = "close"  # the headers are made already
 
     async def drain(self, _: web.Application) -> None:
         """Fail the requests that still run, after `finish`."""
