@@ -233,12 +233,13 @@ class ModelRegistry:
     ) -> tuple[ServedModel, str | None]:
         """As `resolve`, for a request; of an alias the model that its sticky key chooses.
 
-        It names that model as the request's target.
+        It names that model as the request's target, unless another frontend has chosen one.
         """
-        alias = self.aliases.get(request.model)
-        if alias is None:
-            return self.resolve(request.model)
-        request.target = choose_target(alias, sticky_key(request), self._serves)
+        if not request.target:
+            alias = self.aliases.get(request.model)
+            if alias is None:
+                return self.resolve(request.model)
+            request.target = choose_target(alias, sticky_key(request), self._serves)
         return self._resolve(request.target)
 
     def _serves(self, name: str) -> bool:

@@ -248,7 +248,6 @@ class FrontendService:
         connection: a response that begins from now on tells it to open another one.
         """
         await runner.stop_listening()
-        await self.background.stop()  # other frontends continue these responses
         clock, hurry = asyncio.get_running_loop().time, self._service.hurry
         used = clock()
         deadline = used + self._settings.drain_timeout_s
@@ -256,8 +255,9 @@ class FrontendService:
             if runner.busy:
                 used = clock()
             elif clock() - used > QUIET_S:
-                return
+                break
             await asyncio.sleep(LOOK_S)
+        await self.background.stop()  # other frontends continue these responses
 
     async def close(self) -> None:
         await self.cache_api.close()
