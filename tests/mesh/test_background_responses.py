@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import secrets
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -230,19 +229,3 @@ async def test_who_reads_a_response_has_the_key_for_other_requests_afterwards(
 
         await eventually(finished)
         assert (await reader.responses.retrieve(begun.id)).output_text
-
-
-async def test_a_long_body_is_no_reason_to_refuse_a_response(
-    clients: tuple[AsyncOpenAI, AsyncOpenAI],
-) -> None:
-    one, _ = clients
-    metadata = {"x": secrets.token_hex(20)}
-    extra = {"nvext": {"ignore_eos": True}, "unknown": secrets.token_urlsafe(1_400_000)}
-    begun = await one.responses.create(
-        **request(max_output_tokens=5, extra_body=extra), metadata=metadata, background=True
-    )
-
-    async def finished() -> bool:
-        return (await one.responses.retrieve(begun.id)).status == "incomplete"
-
-    await eventually(finished)
