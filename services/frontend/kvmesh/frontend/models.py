@@ -266,6 +266,14 @@ class ModelRegistry:
         alias = self.aliases.get(name)
         return self._resolve(name if alias is None else main_target(alias, self._serves))
 
+    def resolve_all(self, name: str) -> list[tuple[ServedModel, str | None]]:
+        """As `resolve`; of an alias all those that its sessions may have."""
+        found: list[tuple[ServedModel, str | None]] = []
+        for target in self.aliases[name].targets if name in self.aliases else ():
+            with suppress(ModelNotFound, Unavailable):
+                found.append(self._resolve(target.model))
+        return found or [self.resolve(name)]
+
     def _resolve(self, name: str) -> tuple[ServedModel, str | None]:
         self._refresh()
         model = self._models.get(name)
