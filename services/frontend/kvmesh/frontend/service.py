@@ -77,6 +77,7 @@ class FrontendService:
         self._service = service
         self._settings = settings
         self._lines = LineWriter(sys.stdout.fileno())
+        self._frontends: set[str] = set()  # their instances
         self.registry = ModelRegistry(service.bus, service.spawn, service.instance)
         self.idle_models = IdleModelReader(service.bus, self.registry.listed, self.registry.removed)
         self.aliases = AliasReader(service.bus, self.registry.aliases)
@@ -145,14 +146,17 @@ class FrontendService:
             self.monitor.on_gap(stream)
 
     def _is_live(self, instance: str) -> bool:
-        return any(card.instance == instance for card in self.directory.instances)
+        return instance in self._frontends
 
     def _joined(self, card: Instance) -> None:
+        if card.role is Role.FRONTEND:
+            self._frontends.add(card.instance)
         self.registry.joined(card)
         self.cache_api.joined(card)
         self.routes.joined(card)
 
     def _left(self, card: Instance) -> None:
+        self._frontends.discard(card.instance)
         self.registry.left(card)
         self.cache_api.left(card)
         self.routes.left(card)
