@@ -1,6 +1,7 @@
 """`kvmesh model alias`: several models under one name, in a running mesh."""
 
 import json
+import re
 import subprocess
 import sys
 import urllib.error
@@ -12,6 +13,7 @@ from support.up import Up
 from support.wait import PATIENCE_S, eventually
 
 SESSIONS = [f"session-{number}" for number in range(24)]
+BODY = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}]}
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +44,29 @@ def get(up: Up, path: str) -> dict[str, object]:
         return found
 
 
+def post(up: Up, path: str, session: str, body: dict[str, object]) -> str:
+    headers = {"Content-Type": "application/json", "x-kvmesh-session-id": session}
+    request = urllib.request.Request(up.url + path, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+        return str(response.read().decode())
+
+
 def ask(up: Up, session: str, model: str = "chat", text: str = "Hello") -> str:
     """Send a request under the session; returns the model that its answer names."""
     body = {"model": model, "max_tokens": 2, "messages": [{"role": "user", "content": text}]}
-    headers = {"Content-Type": "application/json", "x-kvmesh-session-id": session}
-    request = urllib.request.Request(
-        f"{up.url}/v1/chat/completions", json.dumps(body).encode(), headers
-    )
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-        return str(json.load(response)["model"])
+    return str(json.loads(post(up, "/v1/chat/completions", session, body))["model"])
+
+
+def counted(up: Up) -> dict[str, int]:
+    """The requests to count tokens, by model."""
+    with urllib.request.urlopen(f"{up.url}/metrics", timeout=PATIENCE_S) as response:
+        text = response.read().decode()
+    found = re.findall(r"^kvmesh_frontend_requests_total\{([^}]*)\} (\d+)", text, re.MULTILINE)
+    return {
+        re.sub(r'.*model="([^"]*)".*', r"\1", labels): int(number)
+        for labels, number in found
+        if "count_tokens" in labels
+    }
 
 
 def served(up: Up) -> dict[str, int]:
@@ -76,6 +92,15 @@ async def test_an_alias_from_its_first_day_to_its_last(up: Up) -> None:
         for session in SESSIONS:
             ask(up, session, text=f"another prompt of {session}")
         assert served(up) == {model: 2 * number for model, number in first.items()}  # sticky
+
+        for session in SESSIONS:
+            post(up, "/v1/messages/count_tokens", session, BODY)
+        assert counted(up) == first  # by the model that would serve it
+
+        cleared = json.loads(post(up, "/v1/cache/clear", "any", {"model": "chat"}))
+        assert cleared["ok"], cleared
+        holders = {each["name"] for each in cleared["instances"]}
+        assert {"worker-0", "other-0"} <= holders
 
         status = run(up, "status").stdout
         assert "50.0%" in status

@@ -1,13 +1,16 @@
 """Background responses: their streams are resumed, also on another frontend once theirs is gone."""
 
 import asyncio
+import hashlib
+import signal
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
-from openai import AsyncOpenAI, BadRequestError, NotFoundError
+from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError
 from support.mesh import Mesh
 from support.nats import NatsServer, free_port
 from support.wait import eventually
@@ -21,7 +24,11 @@ PROMPT = "Tell a long story about a background response. " * 4
 def stage(
     nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Mesh, str]]:
-    mesh = Mesh(nats_server.url, tmp_path_factory.mktemp("background"))
+    folder = tmp_path_factory.mktemp("background")
+    mesh = Mesh(nats_server.url, folder)
+    mesh.env["KVMESH_FRONTEND_KEYS_FILE"] = str(keys_file(folder))
+    mesh.env["KVMESH_FRONTEND_DRAIN_TIMEOUT_S"] = "1"
+    mesh.env["KVMESH_FRONTEND_KEEPALIVE_S"] = "0.3"
     other = free_port()
     try:
         mesh.start_all()
@@ -34,11 +41,25 @@ def stage(
 
 @pytest_asyncio.fixture
 async def clients(stage: tuple[Mesh, str]) -> AsyncIterator[tuple[AsyncOpenAI, AsyncOpenAI]]:
-    """A client of each frontend."""
+    """A client of each frontend, once both are ready."""
+    mesh, other = stage
+    if "frontend-0" not in mesh.processes:
+        mesh.restart("frontend-0")
+    await eventually(lambda: ready(other) and ready(mesh.url))
     urls = (stage[0].url, stage[1])
     one, two = (AsyncOpenAI(base_url=f"{url}/v1", api_key="n", max_retries=0) for url in urls)
     async with one, two:
         yield one, two
+
+
+def keys_file(folder: Path) -> Path:
+    """Two keys of a tenant: `n`, and `one` with one request at a time."""
+    path = folder / "keys.toml"
+    for secret, more in (("n", ""), ("one", "concurrency = 1")):
+        digest = hashlib.sha256(secret.encode()).hexdigest()
+        with path.open("a") as file:
+            file.write(f'[[key]]\nname = "{secret}"\nsha256 = "{digest}"\ntenant = "t"\n{more}\n')
+    return path
 
 
 def ready(url: str) -> bool:
@@ -56,8 +77,7 @@ def request(prompt: str = PROMPT, **changes: Any) -> dict[str, Any]:
 async def test_a_stream_goes_on_at_another_frontend_once_its_own_was_killed(
     stage: tuple[Mesh, str], clients: tuple[AsyncOpenAI, AsyncOpenAI]
 ) -> None:
-    mesh, other = stage
-    await eventually(lambda: ready(other) and ready(mesh.url))
+    mesh, _ = stage
     one, two = clients
     expected = await two.responses.create(**request())
     seen: list[int] = []
@@ -94,8 +114,6 @@ async def test_a_stream_goes_on_at_another_frontend_once_its_own_was_killed(
     await two.responses.delete(response_id)
     with pytest.raises(NotFoundError):
         await two.responses.retrieve(response_id)
-    mesh.restart("frontend-0")
-    await eventually(lambda: ready(mesh.url))
 
 
 async def test_a_response_that_nobody_reads_is_finished(
@@ -110,7 +128,8 @@ async def test_a_response_that_nobody_reads_is_finished(
         return (await two.responses.retrieve(begun.id)).status == "incomplete"
 
     await eventually(finished)
-    async with httpx.AsyncClient(timeout=60) as http:
+    headers = {"Authorization": "Bearer n"}
+    async with httpx.AsyncClient(timeout=60, headers=headers) as http:
         url = f"{other}/v1/responses/{begun.id}"
         whole = await http.get(url, params={"stream": "true"})
         ids = [line for line in whole.text.splitlines() if line.startswith("id: ")]
@@ -148,3 +167,65 @@ async def test_a_response_is_cancelled_at_any_frontend(
         await one.responses.cancel(plain.id)
     with pytest.raises(BadRequestError):
         await one.responses.create(**request(), background=True, store=False)
+
+
+async def test_a_response_goes_on_once_its_frontend_has_stopped(
+    stage: tuple[Mesh, str], clients: tuple[AsyncOpenAI, AsyncOpenAI]
+) -> None:
+    mesh, _ = stage
+    one, two = clients
+    expected = await two.responses.create(**request())
+    stream = await one.responses.create(**request(), background=True, stream=True)
+    text, response_id, last = "", "", -1
+    try:
+        async for event in stream:
+            last = event.sequence_number
+            if event.type == "response.created":
+                response_id = event.response.id
+            if event.type == "response.output_text.delta":
+                if not text:
+                    mesh.processes["frontend-0"].send_signal(signal.SIGTERM)
+                text += event.delta
+    except (httpx.HTTPError, APIError):
+        pass
+    mesh.kill("frontend-0", signal.SIGTERM)
+    assert len(text) < len(expected.output_text)
+    async for event in await two.responses.retrieve(response_id, stream=True, starting_after=last):
+        if event.type == "response.output_text.delta":
+            text += event.delta
+    found = await two.responses.retrieve(response_id)
+    assert (found.status, found.output_text) == (expected.status, expected.output_text)
+    assert text == expected.output_text
+
+
+async def test_a_response_that_another_frontend_generates_is_deleted(
+    stage: tuple[Mesh, str], clients: tuple[AsyncOpenAI, AsyncOpenAI]
+) -> None:
+    mesh, _ = stage
+    one, two = clients
+    begun = await one.responses.create(**request(max_output_tokens=5000), background=True)
+    await two.responses.delete(begun.id)
+
+    def stopped() -> bool:
+        return mesh.metrics().get("kvmesh_frontend_active_requests", 0.0) == 0.0
+
+    await eventually(stopped)
+    for client in (one, two):
+        with pytest.raises(NotFoundError):
+            await client.responses.retrieve(begun.id)
+
+
+async def test_who_reads_a_response_has_the_key_for_other_requests_afterwards(
+    stage: tuple[Mesh, str], clients: tuple[AsyncOpenAI, AsyncOpenAI]
+) -> None:
+    mesh, other = stage
+    one, _ = clients
+    begun = await one.responses.create(**request(max_output_tokens=100), background=True)
+    mesh.kill("frontend-0")
+    async with AsyncOpenAI(base_url=f"{other}/v1", api_key="one", max_retries=0) as reader:
+
+        async def finished() -> bool:
+            return (await reader.responses.retrieve(begun.id)).status != "in_progress"
+
+        await eventually(finished)
+        assert (await reader.responses.retrieve(begun.id)).output_text

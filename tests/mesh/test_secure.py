@@ -44,7 +44,7 @@ from kvmesh.demo import model_dir
 from kvmesh.frontend.apis.base import StoredTurn
 from kvmesh.frontend.auth.accounts import Key
 from kvmesh.frontend.auth.tenant_secret import tenant_secret
-from kvmesh.frontend.http.responses.store import ResponseStore
+from kvmesh.frontend.http.responses.store import ResponseNotFound, ResponseStore
 from kvmesh.settings import Settings, load
 from kvmesh.weights.frames import WeightsTaken
 from kvmesh.weights.models.catalog import find_model
@@ -682,7 +682,7 @@ async def test_only_an_operator_reads_directly(server: SecuredServer, user: str)
                 await bus.js.get_msg(stream, seq=1, direct=True)
 
 
-async def test_responses_are_read_from_a_bucket_that_allows_direct_reads(
+async def test_responses_are_read_from_a_bucket_that_allows_direct_reads_and_deleted(
     server: SecuredServer,
 ) -> None:
     bucket = SUBJECTS.responses_bucket
@@ -699,6 +699,9 @@ async def test_responses_are_read_from_a_bucket_that_allows_direct_reads(
         store = ResponseStore(frontend, 60.0, 1 << 20)
         assert await store.put(StoredTurn("resp_a", None, [], [], Raw(b"{}"), ""))
         assert (await store.get("resp_a", "")).id == "resp_a"
+        await store.delete("resp_a", "")
+        with pytest.raises(ResponseNotFound):
+            await store.get("resp_a", "")
 
 
 async def test_a_reply_reaches_only_its_requester(mesh: Mesh, server: SecuredServer) -> None:

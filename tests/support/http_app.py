@@ -1,5 +1,6 @@
 """The HTTP application of a frontend in this process, without a bus: nothing behind it answers."""
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -19,10 +20,11 @@ SHUTDOWN_S = 0.1
 
 
 class HttpApp:
-    """An application that listens on `port`, and its routes."""
+    """An application that listens on `port`, and its routes; `stopping` is set to stop it."""
 
-    def __init__(self, app: web.Application, port: int) -> None:
+    def __init__(self, app: web.Application, port: int, stopping: asyncio.Event) -> None:
         self.port = port
+        self.stopping = stopping
         found: dict[str, set[str]] = {}
         for route in app.router.routes():
             if route.resource is not None and route.method != "*":
@@ -52,6 +54,7 @@ async def http_app(folder: Path, *keys: str, **settings: Any) -> AsyncIterator[H
         settings["keys_file"] = file
     service = MagicMock()
     service.bus.promptness.behind_s = 0.0
+    service.stopping = asyncio.Event()
     service.settings = msgspec.structs.replace(
         Settings(), frontend=FrontendSettings(access_log="off", **settings)
     )
@@ -63,6 +66,6 @@ async def http_app(folder: Path, *keys: str, **settings: Any) -> AsyncIterator[H
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield HttpApp(app, runner.addresses[0][1])
+        yield HttpApp(app, runner.addresses[0][1], service.stopping)
     finally:
         await runner.cleanup()

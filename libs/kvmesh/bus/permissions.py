@@ -103,6 +103,7 @@ def _frontend(s: Subjects, name: str) -> Grant:
             *_lease(s, User.FRONTEND, name),
             *_lease(s, User.WORKER, ANY),  # to delete leases of dead workers
             *(entry for bucket in stores for entry in _write(bucket)),
+            f"{API}.STREAM.PURGE.{_kv(s.responses_bucket)}",  # a response has several keys
             *_reads(_kv(s.instances_bucket), _kv(s.keys_bucket), _objects(s.model_bucket)),
             *_reads(*map(_kv, stores), _kv(s.plan_bucket)),
             *_creates(*_streams(s)),

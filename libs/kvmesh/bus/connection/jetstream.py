@@ -28,7 +28,16 @@ from kvmesh.bus.connection.api_errors import BYTES_REQUIRED
 from kvmesh.bus.connection.translation import bus_errors, raising_bus_errors
 from kvmesh.bus.subjects import API, through
 
-__all__ = ["AccountInfo", "Bucket", "Entry", "JetStream", "ObjectStore", "StreamInfo", "Tier"]
+__all__ = [
+    "AccountInfo",
+    "Bucket",
+    "Entry",
+    "JetStream",
+    "ObjectStore",
+    "StreamConfig",
+    "StreamInfo",
+    "Tier",
+]
 Entry = KeyValue.Entry
 P = ParamSpec("P")
 R = TypeVar("R")

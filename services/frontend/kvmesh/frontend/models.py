@@ -233,12 +233,13 @@ class ModelRegistry:
     ) -> tuple[ServedModel, str | None]:
         """As `resolve`, for a request; of an alias the model that its sticky key chooses.
 
-        It names that model as the request's target.
+        It names that model as the request's target, unless another frontend has chosen one.
         """
-        alias = self.aliases.get(request.model)
-        if alias is None:
-            return self.resolve(request.model)
-        request.target = choose_target(alias, sticky_key(request), self._serves)
+        if not request.target:
+            alias = self.aliases.get(request.model)
+            if alias is None:
+                return self.resolve(request.model)
+            request.target = choose_target(alias, sticky_key(request), self._serves)
         return self._resolve(request.target)
 
     def _serves(self, name: str) -> bool:
@@ -264,6 +265,14 @@ class ModelRegistry:
         """
         alias = self.aliases.get(name)
         return self._resolve(name if alias is None else main_target(alias, self._serves))
+
+    def resolve_all(self, name: str) -> list[tuple[ServedModel, str | None]]:
+        """As `resolve`; of an alias all those that its sessions may have."""
+        found: list[tuple[ServedModel, str | None]] = []
+        for target in self.aliases[name].targets if name in self.aliases else ():
+            with suppress(ModelNotFound, Unavailable):
+                found.append(self._resolve(target.model))
+        return found or [self.resolve(name)]
 
     def _resolve(self, name: str) -> tuple[ServedModel, str | None]:
         self._refresh()

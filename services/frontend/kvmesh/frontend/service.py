@@ -6,7 +6,7 @@ import sys
 import time
 from functools import partial
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from msgspec.structs import replace
 from prometheus_client import REGISTRY
 
@@ -77,6 +77,7 @@ class FrontendService:
         self._service = service
         self._settings = settings
         self._lines = LineWriter(sys.stdout.fileno())
+        self._frontends: set[str] = set()  # their instances
         self.registry = ModelRegistry(service.bus, service.spawn, service.instance)
         self.idle_models = IdleModelReader(service.bus, self.registry.listed, self.registry.removed)
         self.aliases = AliasReader(service.bus, self.registry.aliases)
@@ -145,14 +146,17 @@ class FrontendService:
             self.monitor.on_gap(stream)
 
     def _is_live(self, instance: str) -> bool:
-        return any(card.instance == instance for card in self.directory.instances)
+        return instance in self._frontends
 
     def _joined(self, card: Instance) -> None:
+        if card.role is Role.FRONTEND:
+            self._frontends.add(card.instance)
         self.registry.joined(card)
         self.cache_api.joined(card)
         self.routes.joined(card)
 
     def _left(self, card: Instance) -> None:
+        self._frontends.discard(card.instance)
         self.registry.left(card)
         self.cache_api.left(card)
         self.routes.left(card)
@@ -234,6 +238,7 @@ class FrontendService:
         """Have clients send nothing more on a connection that is about to close."""
         if self._service.stopping.is_set():
             response.force_close()
+            response.headers[hdrs.CONNECTION] = "close"  # the headers are made already
 
     async def drain(self, _: web.Application) -> None:
         """Fail the requests that still run, after `finish`."""
@@ -247,7 +252,6 @@ class FrontendService:
         connection: a response that begins from now on tells it to open another one.
         """
         await runner.stop_listening()
-        await self.background.stop()  # other frontends continue these responses
         clock, hurry = asyncio.get_running_loop().time, self._service.hurry
         used = clock()
         deadline = used + self._settings.drain_timeout_s
@@ -255,8 +259,9 @@ class FrontendService:
             if runner.busy:
                 used = clock()
             elif clock() - used > QUIET_S:
-                return
+                break
             await asyncio.sleep(LOOK_S)
+        await self.background.stop()  # other frontends continue these responses
 
     async def close(self) -> None:
         await self.cache_api.close()

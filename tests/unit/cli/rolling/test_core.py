@@ -62,6 +62,20 @@ def test_a_successor_with_another_name_counts_once_all_serve() -> None:
     assert service.step() == Step(Act.REPLACED, "a")
 
 
+def test_one_that_still_has_requests_beside_its_successor_is_waited_for_once() -> None:
+    service = Service("f-0", "f-1")
+    assert service.step() == Step(Act.REPLACE, "f-0")
+    service.replaced("f-0")
+    service.replicas["leaving"] = Replica("f-0", "f-0-old", serves=False, draining=True)
+    assert service.step() == Step(Act.REPLACED, "f-0")
+    for _ in range(3):
+        assert service.step(after=5.0) == Step(Act.WAIT, "f-0")
+    stays = service.roll.step(101.0, list(service.replicas.values()), "", lambda: GOOD)
+    assert stays == Step(Act.STOP, "f-0", "f-0 has not left after 100 s")
+    del service.replicas["leaving"]
+    assert service.step() == Step(Act.REPLACE, "f-1")
+
+
 def test_a_successor_that_does_not_serve_is_waited_for_and_then_stops_the_roll() -> None:
     service = Service("a")
     service.step()

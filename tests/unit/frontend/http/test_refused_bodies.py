@@ -7,6 +7,7 @@ import itertools
 import struct
 import zlib
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -278,6 +279,19 @@ async def test_a_small_body_that_nobody_reads_leaves_the_connection_open(locked:
         assert "connection" not in reply.headers
         writer.write(b"x" * 40_000)
     writer.close()
+
+
+async def test_a_frontend_that_stops_says_that_it_closes_the_connection(tmp_path: Path) -> None:
+    async with http_app(tmp_path) as app:
+        reader, writer = await asyncio.open_connection("127.0.0.1", app.port)
+        for stops in (False, True):
+            if stops:
+                app.stopping.set()
+            writer.write(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            reply = await read_reply(reader)
+            assert reply.headers.get("connection") == ("close" if stops else None)
+        assert await reader.read() == b""
+        writer.close()
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from nats.js.api import StreamConfig
-
 from kvmesh.bus.client import Bus
+from kvmesh.bus.connection.jetstream import StreamConfig
 from kvmesh.bus.errors import NotFound
 from kvmesh.bus.storage.buckets import read_bucket
 from kvmesh.cli.backups.archive import (

@@ -41,9 +41,10 @@ class Step(NamedTuple):
 class Roll:
     """Replaces the processes of `record.before` one at a time.
 
-    The next one follows once `watch_s` seconds of requests since the last one fared no worse than
-    before. A process that does not serve again within `timeout_s` seconds stops the roll. Times
-    passed in are in seconds of one clock. `last_first` replaces the highest numbers first.
+    The next one follows once the last one has left, and `watch_s` seconds of requests since its
+    successor serves fared no worse than before. A process that does not serve again, or leave,
+    within `timeout_s` seconds stops the roll. Times passed in are in seconds of one clock.
+    `last_first` replaces the highest numbers first.
     """
 
     def __init__(
@@ -97,6 +98,10 @@ class Roll:
             return Step(Act.WAIT, name)
         if reason := worse(*figures(), self._tolerance):
             return Step(Act.STOP, name, f"since {name} is replaced, {reason}")
+        if name in self.left(replicas):  # its successor serves beside it
+            if now - self._asked_at > self._timeout_s:
+                return Step(Act.STOP, name, f"{name} has not left after {self._timeout_s:g} s")
+            return Step(Act.WAIT, name)
         self._current, self._served_at = "", None
         return self._next(now, replicas)
 

@@ -32,6 +32,7 @@ from kvmesh.settings import Settings
 
 log = logging.getLogger(__name__)
 LOAD_S = 1.2
+ALIASES_S = 3.0  # for the requests of the last minutes, of which a busy mesh has very many
 START_S = 1.1  # a worker that starts tells its phase every second
 MOST_STARTING = 10_000
 _idle_models = MessageDecoder(IdleModel)
@@ -176,10 +177,13 @@ async def gather(bus: Bus, settings: Settings) -> MeshReport:
 
 async def _aliases(bus: Bus) -> list[AliasUse]:
     try:
-        return await used_aliases(bus)
-    except (NotFound, NotPermitted, TimeoutError) as error:
+        async with asyncio.timeout(ALIASES_S):
+            return await used_aliases(bus)
+    except TimeoutError:
+        log.warning("too many requests to compare aliases here: `kvmesh model alias` reads them")
+    except (NotFound, NotPermitted) as error:
         log.debug("cannot read the aliases: %s", error)
-        return []
+    return []
 
 
 def _starting(starts: dict[str, Starting], cards: list[Instance]) -> list[StartingReport]:

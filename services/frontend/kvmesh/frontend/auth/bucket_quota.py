@@ -72,7 +72,7 @@ class BucketQuota:
         for old in usage.evict(self.max_bytes):
             await self.purge(old)
 
-    async def purge(self, entry: str) -> None:
-        """Remove all keys of an entry."""
+    async def purge(self, entry: str, before: int | None = None) -> None:
+        """Remove all keys of an entry, or those stored `before` a revision."""
         stream, subject = f"KV_{self._bucket}", f"$KV.{self._bucket}.{entry}.>"
-        await self._bus.js.purge_stream(stream, subject=subject)
+        await self._bus.js.purge_stream(stream, seq=before, subject=subject)

@@ -126,9 +126,11 @@ class ActiveRequest:
         choice, old = self._choices[0], self.tasks[0].stream
         old.resume_as(f"{old.id}-r{secrets.token_hex(4)}")
         for cut in dict.fromkeys([*cuts, len(tokens)]):
-            old.tokens = tokens[:cut]
+            old.tokens += tokens[len(old.tokens) : cut]
             old.inherited = cut
             choice.flush()
+        if self.prepared.request.sampling.logprobs is not None:
+            old.logprobs = [{} for _ in tokens]  # they are in the records; those of others follow
 
     async def accepted(self, timeout: float) -> None:
         """Return when workers have accepted every sequence, or after `timeout` seconds.

@@ -111,7 +111,7 @@ class GenerateEndpoint:
     async def _prepare(self, call: ApiCall, caller: Caller) -> PreparedRequest:
         request = call.request
         registry = self._dependencies.registry
-        registry.check(request.model)
+        registry.check(request.target or request.model)
         await self._history.prepend(request, call.thread)  # an alias looks at the first message
         model, adapter = registry.resolve_for(request, sticky_key)
         caller.model = request.target or request.model
@@ -126,8 +126,9 @@ class GenerateEndpoint:
         request, tenant = parsed.request, call.caller.tenant
         prepared = await self._prepare(parsed, caller)
         begun, stamp = parsed.renderer.begin(), stamp_of(call.http)
+        headers = kept_headers(call.headers)
         run = await background.begin(
-            request.id, tenant, stamp, call.body, kept_headers(call.headers), begun
+            request.id, tenant, stamp, call.body, headers, begun, request.target
         )
         leave = caller.outlive()
         work = self._generate(run, api, parsed, caller, prepared, leave)
@@ -188,7 +189,10 @@ class GenerateEndpoint:
             if not records:
                 run.write(begun)
             try:
-                caller.bind(call.request, len(head.body), False)
+                # the reader's request may have ended: it no longer counts on its account
+                self._dependencies.authenticator.bind(call.request, caller.account)
+                call.request.body_bytes += len(head.body)
+                call.request.target = head.target
                 prepared = await self._prepare(call, caller)
             except ApiError as error:
                 run.end(call.renderer.failed(error))

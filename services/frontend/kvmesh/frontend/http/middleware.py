@@ -167,19 +167,20 @@ class RequestMiddleware:
         self._authenticator.check_origin(http.method, http.headers, allowed)
         now = asyncio.get_running_loop().time()
         caller = http[CALLER] = Caller(self._authenticator, http, now)
-        self._admission.enter(caller.fair_class, self._promptness.behind_s)
+        share = caller.fair_class  # that of now: its key may change while the request runs
+        self._admission.enter(share, self._promptness.behind_s)
         try:
             caller.enter()
             return await handler(http)
         finally:
             if caller.outlived is None:
-                self._leave(caller)
+                self._leave(caller, share)
             else:
-                caller.outlived.set_result(partial(self._leave, caller))
+                caller.outlived.set_result(partial(self._leave, caller, share))
 
-    def _leave(self, caller: Caller) -> None:
+    def _leave(self, caller: Caller, share: str) -> None:
         caller.leave()
-        self._admission.leave(caller.fair_class)
+        self._admission.leave(share)
 
 
 async def _respond(http: web.Request, handler: Handler) -> web.StreamResponse:

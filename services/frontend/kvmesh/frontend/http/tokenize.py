@@ -13,6 +13,7 @@ from kvmesh.frontend.http.middleware import Handler
 from kvmesh.frontend.http.responses.history import StoredHistory
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.models import ModelRegistry
+from kvmesh.frontend.preprocess.conversation_key import sticky_key
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 
 THREAD_SIZE = 8192  # bytes of packed prompts, or tokens, from which work is done in a thread
@@ -57,9 +58,10 @@ class TokenizeEndpoints:
             request, caller = call.parsed.request, call.caller
             caller.bind(request, len(call.body), call.light)
             call.turn.keep(request, caller.tenant)
-            model, _ = self._registry.resolve(request.model)
-            caller.model = request.model
+            self._registry.check(request.model)
             await self._history.prepend(request, call.parsed.thread)
+            model, _ = self._registry.resolve_for(request, sticky_key)
+            caller.model = request.target or request.model
             prompts = await self._preprocessor.count(request, model)
             if sum(map(len, prompts)) < THREAD_SIZE:
                 return api.answer(request, prompts, model.card.context)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -45,23 +45,23 @@ class ClearReleaseEndpoints:
         if elsewhere and call.caller.tenant and not parsed.all_tenants:
             # what those frontends have cached for the tenant has salts that this one cannot know
             raise Unavailable(f"Cannot clear: {next(iter(elsewhere.values()))}.")
-        model, adapter = self._registry.resolve(parsed.model)
-        if parsed.all_tenants and adapter:
-            reason = f"`all_tenants` needs the base model {model.card.name}, not an adapter."
-            raise InvalidRequest(reason, "model")
-        holders = self._control.holders_of([model.card.name])
-        cards = {card.instance: card for card in holders if _may_have(card, parsed.tiers)}
-        own = self._salts(model, adapter, call.caller.tenant)
+        found = self._registry.resolve_all(parsed.model)
+        for model, adapter in found:
+            if parsed.all_tenants and adapter:
+                reason = f"`all_tenants` needs the base model {model.card.name}, not an adapter."
+                raise InvalidRequest(reason, "model")
+        cards: dict[str, Instance] = {}
+        sending: list[Awaitable[list[InstanceReply]]] = []
         tenant = "" if parsed.all_tenants else call.caller.tenant
-        salts = [None] if parsed.all_tenants else own
-        commands = [Clear(salt, parsed.tiers, model.card.name, tenant) for salt in salts]
-        replies = merge(
-            chain.from_iterable(
-                await asyncio.gather(
-                    *(self._control.broadcast(cards.values(), each) for each in commands)
-                )
-            )
-        )
+        for model, adapter in found:
+            name = model.card.name
+            holders = [c for c in self._control.holders_of([name]) if _may_have(c, parsed.tiers)]
+            cards |= {card.instance: card for card in holders}
+            own = self._salts(model, adapter, call.caller.tenant)
+            for salt in [None] if parsed.all_tenants else own:
+                command = Clear(salt, parsed.tiers, name, tenant)
+                sending.append(self._control.broadcast(holders, command))
+        replies = merge(chain.from_iterable(await asyncio.gather(*sending)))
         answer = summary(replies)
         for told, reply in zip(answer["instances"], replies, strict=True):
             left = reply.not_cleared or _whole(reply, cards[reply.instance], parsed.tiers)
@@ -93,8 +93,13 @@ class ClearReleaseEndpoints:
         return [self._tenants.salt(model.card.name, identity, tenant) for identity in found]
 
     def _models(self, account: Account | None) -> Iterable[str]:
-        names = [model.card.name for model in self._registry.models]
-        return names if account is None else [name for name in names if account.allows_model(name)]
+        names = {model.card.name for model in self._registry.models}
+        if account is None:
+            return names
+        allowed = {name for name in names if account.allows_model(name)}
+        for alias in filter(account.allows_model, self._registry.served_aliases):
+            allowed |= {model.card.name for model, _ in self._registry.resolve_all(alias)}
+        return allowed
 
 
 def _log_clear(call: EndpointCall[ClearBody], answer: dict[str, Any]) -> None:

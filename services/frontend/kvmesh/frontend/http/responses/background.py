@@ -9,10 +9,9 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from kvmesh.bus.errors import BusError, Conflict, NotFound, cause
-from kvmesh.frontend.apis import openai
 from kvmesh.frontend.apis.base import RequestStamp
 from kvmesh.frontend.errors import ApiError, InvalidRequest, Unavailable
-from kvmesh.frontend.http.responses.log import MAX_RECORD, EventRecord, ResponseLog, RunHead, events
+from kvmesh.frontend.http.responses.log import EventRecord, ResponseLog, RunHead, events
 from kvmesh.frontend.http.responses.store import ResponseNotFound, ResponseStore
 from kvmesh.frontend.http.sse import EventStream, StreamSupervisor
 from kvmesh.runtime.background import BackgroundTasks
@@ -21,6 +20,8 @@ log = logging.getLogger(__name__)
 WRITE_S = 0.25  # between two records
 POLL_S = 0.25  # of records that another frontend writes
 MAX_TAKEOVERS = 5  # during one stream
+# A line alone: OpenAI's client takes an empty one for an event once it has read an id.
+KEEPALIVE = b": keep-alive\n"
 
 
 class Run:
@@ -102,6 +103,7 @@ class BackgroundResponses:
         self._is_live = is_live
         self._tasks = BackgroundTasks()
         self._runs: dict[str, asyncio.Task[None]] = {}
+        self._leaving = False
 
     def start(self, response_id: str, run: Run, work: Awaitable[None]) -> None:
         """Generate a response, and store its events, as a task of its own."""
@@ -133,11 +135,13 @@ class BackgroundResponses:
         body: bytes,
         headers: dict[str, str],
         begun: bytes,
+        target: str,
     ) -> Run:
         """Store the head of a new response, whose first events are `begun`; raises Unavailable."""
+        if self._leaving:
+            raise Unavailable("The server is stopping.")
         response = next(found for _, _, found in events(begun))
-        kept = body if len(body) <= MAX_RECORD // 2 else b""
-        head = RunHead(self.instance, stamp.token, stamp.created, kept, headers, response)
+        head = RunHead(self.instance, stamp.token, stamp.created, body, headers, response, target)
         stored = self._store.log(response_id, tenant)
         try:
             run = Run(stored, head, await stored.begin(head))
@@ -147,7 +151,8 @@ class BackgroundResponses:
         return run
 
     async def stop(self) -> None:
-        """Leave all responses to the other frontends."""
+        """Leave all responses to the other frontends, from now on."""
+        self._leaving = True
         runs = list(self._runs.values())
         for task in runs:
             task.cancel()
@@ -195,39 +200,53 @@ class BackgroundResponses:
             run.end(b"")
             self.start(response_id, run, _nothing())
 
+    async def delete(self, response_id: str, tenant: str) -> None:
+        """Stop a response, and delete all of it; raises as `response` does.
+
+        The record that stops a frontend which still generates it stays.
+        """
+        _, stopped_at = await self._stop(response_id, tenant)
+        await self._store.purge(response_id, tenant, stopped_at)
+
     async def cancel(self, response_id: str, tenant: str) -> bytes:
         """Stop a response; returns it as it is then. Raises as `response` does."""
+        return (await self._stop(response_id, tenant))[0]
+
+    async def _stop(self, response_id: str, tenant: str) -> tuple[bytes, int | None]:
+        """The response as it is then, and the revision of the record that stops its frontend."""
         while True:
             head, revision = await self._head(response_id, tenant)
             if not head.owner:
-                return head.response
+                return head.response, None
             cancelled = head.response.replace(b'"in_progress"', b'"cancelled"', 1)
             ended = replace(head, owner="", body=b"", headers={}, response=cancelled)
             stored = self._store.log(response_id, tenant)
             try:
                 await stored.replace(ended, revision)
-                await self._end_records(stored)
+                stopped_at = await self._end_records(stored)
             except Conflict:
                 continue
             except BusError as error:
                 raise Unavailable(f"Cannot change stored responses: {error}") from error
             if (task := self._runs.get(response_id)) is not None:
                 task.cancel()
-            return cancelled
+            return cancelled, stopped_at
 
-    async def _end_records(self, stored: ResponseLog) -> None:
-        """Take the next number, so that the frontend that generates stops."""
+    async def _end_records(self, stored: ResponseLog) -> int | None:
+        """Take the next number, so that the frontend that generates stops; returns its revision.
+
+        None if the response has ended.
+        """
         number = 0
         while True:
             record = await stored.record(number)
             if record is None:
                 try:
-                    await stored.append(number, EventRecord(b"", [], [], True))
+                    return await stored.append(number, EventRecord(b"", [], [], True))
                 except Conflict:
                     continue
-                return
             if record.ends:
-                return
+                return None
             number += 1
 
     async def follow(
@@ -236,8 +255,8 @@ class BackgroundResponses:
         """Stream the events behind number `after`, to the end of the response."""
         head, _ = await self._head(response_id, tenant)
         stored, stream = self._store.log(response_id, tenant), EventStream(http)
-        await stream.open(openai.KEEPALIVE, lambda: None)
-        self._supervisor.add(stream, openai.KEEPALIVE, lambda: None)
+        await stream.open(KEEPALIVE, lambda: None)
+        self._supervisor.add(stream, KEEPALIVE, lambda: None)
         records: list[EventRecord] = []
         takeovers = 0
         try:
@@ -269,6 +288,8 @@ class BackgroundResponses:
             self._supervisor.remove(stream)
 
     def _is_running(self, response_id: str, owner: str) -> bool:
+        if self._leaving:  # whoever goes on with it, this frontend does not
+            return True
         if owner == self.instance:
             return response_id in self._runs
         return self._is_live(owner)

@@ -69,11 +69,9 @@ class StoredResponseEndpoints:
 
     async def _delete(self, call: EndpointCall[None]) -> bytes:
         try:
-            await self._background.cancel(call.path_id, call.caller.tenant)
+            await self._background.delete(call.path_id, call.caller.tenant)
         except ResponseNotFound:
             await self._store.delete(call.path_id, call.caller.tenant)
-        else:
-            await self._store.purge(call.path_id, call.caller.tenant)
         return json_encode({"id": call.path_id, "object": "response", "deleted": True})
 
     async def _input(self, call: EndpointCall[None]) -> bytes:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import msgspec
 import zstandard
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 from kvmesh.bus.connection.jetstream import Bucket
 from kvmesh.bus.errors import BusError, NotFound
@@ -20,7 +21,8 @@ from kvmesh.frontend.errors import Unavailable
 
 TIMEOUT_S = 5.0
 HEAD = "head"
-MAX_RECORD = 4 << 20  # before compression
+MAX_RECORD = 16 << 20  # before compression
+MAX_BODY = 2 << 20  # of a request with which another frontend can go on
 END = b"\n\n"
 
 
@@ -29,7 +31,7 @@ class RunHead(Struct, array_like=True):
 
     `body` and `headers` are those of the request, `token` and `created` its stamp; an empty `body`
     is not continued. `response` is the response object so far; once it is not in progress any more,
-    `owner` is empty.
+    `owner` is empty. `target` is the model that generates it, where the body names an alias.
     """
 
     owner: str
@@ -38,6 +40,7 @@ class RunHead(Struct, array_like=True):
     body: bytes
     headers: dict[str, str]
     response: bytes
+    target: str = ""
 
 
 class EventRecord(Struct, array_like=True):
@@ -72,10 +75,11 @@ def events(frames: bytes) -> Iterator[tuple[int, bytes, bytes]]:
 class ResponseLog:
     """Head and records of one response of a tenant; raises BusError, or Unavailable if late."""
 
-    def __init__(self, bucket: Bucket, quota: BucketQuota, entry: str) -> None:
+    def __init__(self, bucket: Bucket, quota: BucketQuota, entry: str, most: int) -> None:
         self._bucket = bucket
         self._quota = quota
         self._entry = entry
+        self._most = most
 
     async def head(self) -> tuple[RunHead, int]:
         """The head and its revision; raises NotFound."""
@@ -83,17 +87,22 @@ class ResponseLog:
         return _heads.decode(_unpacked(found[0])), found[1]
 
     async def begin(self, head: RunHead) -> int:
-        """Store the head of a new response; returns its revision."""
-        return await self._create(HEAD, msgspec.msgpack.encode(head))
+        """Store the head of a new response; returns its revision.
+
+        A body with which the head has more than `most` bytes is left out.
+        """
+        packed = _packed(head)
+        if len(head.body) > MAX_BODY or len(packed) > self._most:
+            packed = _packed(replace(head, body=b""))
+        return await self._create(HEAD, packed)
 
     async def replace(self, head: RunHead, revision: int) -> int:
         """Replace the head of that revision; raises Conflict if another one has."""
-        data = _packed(msgspec.msgpack.encode(head))
-        return await self._bucket.update(f"{self._entry}.{HEAD}", data, last=revision)
+        return await self._bucket.update(f"{self._entry}.{HEAD}", _packed(head), last=revision)
 
-    async def append(self, number: int, record: EventRecord) -> None:
-        """Store the record of that number; raises Conflict if it is there."""
-        await self._create(f"e{number}", msgspec.msgpack.encode(record))
+    async def append(self, number: int, record: EventRecord) -> int:
+        """Store the record of that number; returns its revision. Raises Conflict if it is there."""
+        return await self._create(f"e{number}", _packed(record))
 
     async def record(self, number: int) -> EventRecord | None:
         """The record of that number; None if it is not there yet."""
@@ -110,14 +119,13 @@ class ResponseLog:
             raise Unavailable("Cannot read stored responses in time.") from error
         return found.value or b"", found.revision or 0
 
-    async def _create(self, name: str, data: bytes) -> int:
-        packed = _packed(data)
+    async def _create(self, name: str, packed: bytes) -> int:
         await self._quota.reserve(self._entry, len(packed))
         return await self._bucket.create(f"{self._entry}.{name}", packed)
 
 
-def _packed(data: bytes) -> bytes:
-    return zstandard.ZstdCompressor(level=1).compress(data)
+def _packed(value: RunHead | EventRecord) -> bytes:
+    return zstandard.ZstdCompressor(level=1).compress(msgspec.msgpack.encode(value))
 
 
 def _unpacked(packed: bytes) -> bytes:

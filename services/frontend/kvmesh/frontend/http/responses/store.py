@@ -68,7 +68,8 @@ class ResponseStore:
         """The events of a background response; raises ResponseNotFound for what is no id."""
         if not _is_id(response_id):
             raise ResponseNotFound(response_id)
-        return ResponseLog(self._bucket, self._quota, _entry(response_id, tenant))
+        entry = _entry(response_id, tenant)
+        return ResponseLog(self._bucket, self._quota, entry, self._bus.max_payload // 2)
 
     async def history(
         self, response_id: str, tenant: str, param: str | None = "previous_response_id"
@@ -185,11 +186,14 @@ class ResponseStore:
         await self.get(response_id, tenant)
         await self.purge(response_id, tenant)
 
-    async def purge(self, response_id: str, tenant: str) -> None:
-        """Delete whatever is stored of a response that exists; raises Unavailable."""
+    async def purge(self, response_id: str, tenant: str, before: int | None = None) -> None:
+        """Delete what is stored of a response that exists, all or `before` a revision.
+
+        Raises Unavailable.
+        """
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                await self._quota.purge(_entry(response_id, tenant))
+                await self._quota.purge(_entry(response_id, tenant), before)
         except (BusError, TimeoutError) as error:
             raise Unavailable(f"Cannot change stored responses: {error}") from error
 
