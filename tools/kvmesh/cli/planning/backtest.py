@@ -158,9 +158,6 @@ def show(report: BacktestReport, console: Console) -> None:
         soft_wrap=True,
     )
     _table(arrivals).show(console)
-    for each in arrivals.predictors:
-        if each.error:
-            console.print(each.error, markup=False, highlight=False, soft_wrap=True)
     console.print(_returns(report.returns), highlight=False, soft_wrap=True)
 
 
@@ -170,8 +167,7 @@ def _table(arrivals: Backtest) -> FittedTable:
     wanted = columns("predictor", *figures, numbers=figures, hide=hide)
     table = FittedTable(wanted, title="requests per interval")
     for each in arrivals.predictors:
-        if each.horizons:
-            _add_rows(table, each, arrivals)
+        _add_rows(table, each, arrivals)
     return table
 
 

@@ -39,14 +39,13 @@ class HorizonScore(Struct, frozen=True, kw_only=True):
 
 
 class PredictorScore(Struct, frozen=True, kw_only=True):
-    """The scores of one predictor by horizon; `error` says why there are none.
+    """The scores of one predictor by horizon.
 
     `chosen` is the predictor that `best` would use next.
     """
 
     name: str
-    horizons: list[HorizonScore] = []
-    error: str = ""
+    horizons: list[HorizonScore]
     chosen: str = ""
 
 
@@ -117,8 +116,7 @@ def backtest(
             f"{startup} intervals ahead: at least {WARM_UP + startup}"
         )
     scores = [_score(name, series, interval_s, horizons) for name in names or predictor_names()]
-    scored = [each for each in scores if each.horizons]
-    best = min(scored, key=lambda each: each.horizons[-1].pinball90, default=None)
+    best = min(scores, key=lambda each: each.horizons[-1].pinball90)
     return Backtest(
         interval_s=interval_s,
         startup_steps=startup,
@@ -126,17 +124,14 @@ def backtest(
         mean=float(np.mean(series)),
         largest=float(np.max(series)),
         predictors=scores,
-        best="" if best is None else best.name,
+        best=best.name,
     )
 
 
 def _score(
     name: str, series: Sequence[float], interval_s: float, horizons: Sequence[int]
 ) -> PredictorScore:
-    try:
-        predictor = make_predictor(name, interval_s)
-    except PredictorError as error:
-        return PredictorScore(name=name, error=str(error))
+    predictor = make_predictor(name, interval_s)
     medians: deque[list[float]] = deque(maxlen=horizons[-1])
     uppers: deque[list[float]] = deque(maxlen=horizons[-1])
     rows: dict[int, list[tuple[float, float, float]]] = {steps: [] for steps in horizons}
