@@ -142,8 +142,10 @@ def test_a_quantile_outside_its_range_is_refused(name: str, quantile: float) -> 
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(PredictorError, match="unknown predictor bset; known: best, kalman"):
-        make_predictor("bset", INTERVAL_S)
+    with pytest.raises(
+        PredictorError, match="unknown predictor seasnal; known: seasonal, kalman, constant"
+    ):
+        make_predictor("seasnal", INTERVAL_S)
 
 
 def test_an_interval_that_is_not_positive_is_refused() -> None:

@@ -172,9 +172,7 @@ def _table(arrivals: Backtest) -> FittedTable:
 
 
 def _add_rows(table: FittedTable, score: PredictorScore, arrivals: Backtest) -> None:
-    name = f"{score.name} ({score.chosen})" if score.chosen else score.name
-    if score.name == arrivals.best:
-        name += " *"
+    name = f"{score.name} *" if score.name == arrivals.best else score.name
     for index, each in enumerate(score.horizons):
         table.add_row(
             "" if index else name,

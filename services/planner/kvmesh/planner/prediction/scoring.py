@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-from kvmesh.planner.prediction.best import BestPredictor, pinball
 from kvmesh.planner.prediction.interface import PredictorError
 from kvmesh.planner.prediction.registry import make_predictor, predictor_names
 from kvmesh.planner.prediction.returns import ReturnPredictor
@@ -19,6 +18,12 @@ UPPER = 0.9
 UPPER_NORMAL = 1.2816
 # Intervals that predictors see before the first scored prediction.
 WARM_UP = 20
+
+
+def pinball(value: float, predicted: float, quantile: float) -> float:
+    """The loss of a predicted quantile; least in the mean for the true one (Koenker 1978)."""
+    error = value - predicted
+    return quantile * error if error >= 0 else (quantile - 1) * error
 
 
 class HorizonScore(Struct, frozen=True, kw_only=True):
@@ -39,14 +44,10 @@ class HorizonScore(Struct, frozen=True, kw_only=True):
 
 
 class PredictorScore(Struct, frozen=True, kw_only=True):
-    """The scores of one predictor by horizon.
-
-    `chosen` is the predictor that `best` would use next.
-    """
+    """The scores of one predictor by horizon."""
 
     name: str
     horizons: list[HorizonScore]
-    chosen: str = ""
 
 
 class Backtest(Struct, frozen=True, kw_only=True):
@@ -143,9 +144,8 @@ def _score(
         predictor.observe(value)
         medians.append(predictor.predict(horizons[-1]))
         uppers.append(predictor.predict(horizons[-1], UPPER))
-    chosen = predictor.chosen if isinstance(predictor, BestPredictor) else ""
     scores = [_horizon_score(steps, rows[steps]) for steps in horizons]
-    return PredictorScore(name=name, horizons=scores, chosen=chosen)
+    return PredictorScore(name=name, horizons=scores)
 
 
 def _horizon_score(steps: int, rows: Sequence[tuple[float, float, float]]) -> HorizonScore:
