@@ -1,29 +1,10 @@
-"""Scores of predictors on a past series, and of expected returns on past sessions."""
+"""Scores of predictors on a past series."""
 
 import numpy as np
 import pytest
 
 from kvmesh.planner.prediction.interface import PredictorError
-from kvmesh.planner.prediction.scoring import SessionEvent, backtest, pinball, score_returns
-
-
-def sessions(count: int, gap_s: float, seed: int = 0) -> list[SessionEvent]:
-    """Sessions of 10 requests of one second, with exponential gaps."""
-    generator = np.random.default_rng(seed)
-    events = []
-    for number in range(count):
-        now = float(generator.uniform(0, 600))
-        for index in range(10):
-            events.append(SessionEvent(time=now, session=str(number)))
-            now += 1
-            final = index == 9
-            events.append(
-                SessionEvent(
-                    time=now, session=str(number), finish="stop", final=final, tokens=100
-                )
-            )  # fmt: skip
-            now += float(generator.exponential(gap_s))
-    return sorted(events, key=lambda event: event.time)
+from kvmesh.planner.prediction.scoring import backtest, pinball
 
 
 @pytest.mark.parametrize(
@@ -81,17 +62,3 @@ def test_a_short_series_is_refused() -> None:
 def test_an_unknown_predictor_is_refused() -> None:
     with pytest.raises(PredictorError, match="unknown predictor oracle"):
         backtest([1.0] * 50, 10.0, 60.0, ["oracle"])
-
-
-def test_expected_returns_are_those_that_come() -> None:
-    score = score_returns(sessions(300, 30.0), 10.0, 20.0)
-    assert score is not None
-    assert score.expected == pytest.approx(score.came, rel=0.1)
-    assert score.expected_tokens == pytest.approx(100 * score.expected)
-    assert score.mae < score.naive_mae
-    assert 0.78 < score.coverage90 < 0.97
-
-
-@pytest.mark.parametrize("events", [[], sessions(1, 0.1)[:4]])
-def test_events_shorter_than_the_horizon_have_no_score(events: list[SessionEvent]) -> None:
-    assert score_returns(events, 10.0, 60.0) is None
