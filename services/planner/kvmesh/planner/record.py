@@ -37,7 +37,7 @@ def scaling_decision(
             "waiting_requests": float(core.traffic.waiting),
             "waiting_tokens": float(core.traffic.waiting_tokens),
             "oldest_wait_s": core.traffic.oldest_wait(now),
-            "waking_requests": float(core.waking(now)),
+            "waking_requests": float(core.requests_without_worker(now)),
             "prompt_tokens": prompt,
             "uncached_tokens": uncached,
             "output_tokens": core.traffic.mean_output,

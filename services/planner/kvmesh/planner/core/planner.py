@@ -243,7 +243,7 @@ class PlannerCore:
         """Requests wait in frontends for a model without workers."""
         self._woken = self._seen(now), waiting
 
-    def waking(self, now: float) -> int:
+    def requests_without_worker(self, now: float) -> int:
         """Requests that wait in frontends for a worker, as of the last WAKE_S seconds of `time`."""
         at, waiting = self._woken
         return waiting if now - at <= WAKE_S else 0
