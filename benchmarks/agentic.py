@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
-from agentic_grid import Grid, judge_grid, run_grid, show_grid
 from agentic_runs import (
     AHEAD,
     BELADY,
@@ -367,8 +366,7 @@ def main() -> None:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--quick", action="store_true", help="one seed instead of three")
     arguments.add_argument("--full", action="store_true", help="five seeds")
-    arguments.add_argument("--only", metavar="A,B,…", help="some of the parts, storage, or grid")
-    arguments.add_argument("--jobs", type=int, default=1, help="processes for grid")
+    arguments.add_argument("--only", metavar="A,B,…", help="some of the parts, or storage")
     arguments.add_argument("--trace", type=Path, metavar="FILE", help="an open-loop trace as well")
     given = arguments.parse_args()
     seeds = FULL if given.full else QUICK if given.quick else USUAL
@@ -384,12 +382,6 @@ def main() -> None:
     judge(report, found)
     if chosen is None or "storage" in chosen:
         storage(report, seeds[:1] if not given.full else seeds)
-    if chosen is not None and "grid" in chosen:
-        coding = partial(agents, "coding-agents", 90, 60.0)
-        grid = Grid(coding, least_memory, Scene(LEAST * STEP, speed=4.0))
-        cells = run_grid(grid.few() if given.quick else grid, seeds, given.jobs)
-        show_grid(cells, console)
-        judge_grid(report, cells)
     report.finish(_summary(found), given.json)
 
 

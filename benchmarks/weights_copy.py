@@ -20,11 +20,11 @@ from weights import CHILD, GIB, START_S, Bench, WeightsProcess, mesh, run_child
 from weights_children import DONE
 
 from kvmesh.bus.client import Bus
-from kvmesh.weights.agent.manifests import ManifestStore
 from kvmesh.weights.answer import read_answer
 from kvmesh.weights.checkpoint import checkpoint_manifest
 from kvmesh.weights.client import WorkersProcess
 from kvmesh.weights.frames import WeightsKnown, WeightsTaken
+from kvmesh.weights.process.manifests import ManifestStore
 
 HAS_NIXL = importlib.util.find_spec("nixl") is not None
 NIXL_BYTES = 1 << 28  # of the plain read

@@ -23,9 +23,9 @@ from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import Instance, MessageDecoder, WeightOffer
 from kvmesh.bus.storage.buckets import read_bucket
 from kvmesh.demo import model_dir
-from kvmesh.weights.agent.manifests import ManifestStore
-from kvmesh.weights.agent.search import SourceSearch
 from kvmesh.weights.manifest import Manifest
+from kvmesh.weights.process.manifests import ManifestStore
+from kvmesh.weights.process.search import SourceSearch
 
 STREAMS, TOKENS = 8, 400
 KNOWN_S = 120.0

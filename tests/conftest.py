@@ -15,8 +15,8 @@ settings.register_profile("many", EXAMPLES, max_examples=3000)
 settings.register_profile("repeatable", EXAMPLES, derandomize=True)
 settings.load_profile("random")
 
-# Threads of the algebra library only spin on the small matrices of statsmodels, and a fit takes
-# ten times as long with them; it reads this when it is first loaded.
+# Threads of the algebra library only spin on small matrices; it reads this when it is first
+# loaded.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # aiohttp loads the certificates of public authorities when it is imported, a fifth of a process's

@@ -26,9 +26,9 @@ from support.weights_worker import parameters_digest, write_model
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
-from kvmesh.weights.agent.manifests import ManifestStore
 from kvmesh.weights.checkpoint import checkpoint_manifest
 from kvmesh.weights.manifest import Manifest
+from kvmesh.weights.process.manifests import ManifestStore
 from kvmesh.weights.stored_copy import HELD
 
 pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")

@@ -20,7 +20,6 @@ from kvmesh.bus.storage import object_bucket
 from kvmesh.bus.storage.object_bucket import ObjectBucket
 from kvmesh.bus.storage.stored_object import StoredObject
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_model_store
-from kvmesh.weights.agent.manifests import ManifestStore
 from kvmesh.weights.checkpoint import checkpoint_manifest
 from kvmesh.weights.errors import ManifestError, ModelStoreError
 from kvmesh.weights.models import evict as eviction
@@ -31,6 +30,7 @@ from kvmesh.weights.models.former import remove_former_manifests
 from kvmesh.weights.models.push import ModelPush, PushReport
 from kvmesh.weights.models.reference import parse_reference
 from kvmesh.weights.models.store import ModelStore, chunk_names
+from kvmesh.weights.process.manifests import ManifestStore
 
 LIMITS = StreamLimits(models_bytes=64 << 20)
 

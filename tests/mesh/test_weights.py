@@ -19,16 +19,16 @@ from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer import TransferError, Transport
 from kvmesh.transfer.channel import Descriptor, TransferReply, encode_message
-from kvmesh.weights.agent.manifests import ManifestStore
-from kvmesh.weights.agent.offers import Offers
-from kvmesh.weights.agent.readers import SourceReader
-from kvmesh.weights.agent.serving_guard import KV_S, LEAST_RATE
-from kvmesh.weights.agent.staging import ChunkBuffers
 from kvmesh.weights.answer import WeightsAnswer
 from kvmesh.weights.checkpoint import checkpoint_manifest
 from kvmesh.weights.client import MOST_UNREAD
 from kvmesh.weights.frames import ServingReport, WeightsTaken
 from kvmesh.weights.manifest import Manifest
+from kvmesh.weights.process.manifests import ManifestStore
+from kvmesh.weights.process.offers import Offers
+from kvmesh.weights.process.readers import SourceReader
+from kvmesh.weights.process.serving_guard import KV_S, LEAST_RATE
+from kvmesh.weights.process.staging import ChunkBuffers
 from kvmesh.weights.store import WeightStore
 
 

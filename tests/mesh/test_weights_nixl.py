@@ -11,10 +11,10 @@ from support.wait import eventually
 from support.weights import CHUNK, Agent, Agents, make_weights, stored_copy
 
 from kvmesh.bus.client import Bus
-from kvmesh.weights.agent.manifests import ManifestStore
 from kvmesh.weights.checkpoint import checkpoint_manifest
 from kvmesh.weights.frames import WeightsTaken
 from kvmesh.weights.manifest import Manifest
+from kvmesh.weights.process.manifests import ManifestStore
 
 HAS_NIXL = importlib.util.find_spec("nixl") is not None
 pytestmark = pytest.mark.skipif(not HAS_NIXL, reason="needs the extra: pip install '.[nixl]'")

@@ -78,7 +78,7 @@ def weights_process(worker: int) -> int:
             command = status.with_name("cmdline").read_bytes()
         except OSError:  # it has ended
             continue
-        if parent == worker and b"kvmesh.weights.agent.process" in command:
+        if parent == worker and b"kvmesh.weights.process.main" in command:
             return int(status.parent.name)
     return 0
 

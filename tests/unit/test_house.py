@@ -1,6 +1,7 @@
 """Conventions that hold in the whole source tree."""
 
 import ast
+import re
 import tomllib
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -34,6 +35,36 @@ def test_no_docstring_begins_with_an_interrogative() -> None:
         if isinstance(node, documented) and (text := ast.get_docstring(node))
     ]
     assert [each for each in found if each[1].split(maxsplit=1)[0] in INTERROGATIVES] == []
+
+
+# A word with one meaning, and where modules, folders and public classes may be called by it.
+ONE_MEANING = {
+    # a coding agent, and in transfers the agent of NIXL
+    "agent": "bus transfer workload frontend router",
+    # what the cache did for a request, or for a tenant
+    "account": "bus frontend",
+    # the return of a prompt; the planner predicts loads
+    "forecast": "bus returns worker",
+    # what an engine's events say that it holds
+    "ledger": "worker",
+    # what learns from requests and is judged against a fallback
+    "learner": "bus learning",
+}
+
+
+def test_a_word_has_one_meaning() -> None:
+    astray = []
+    for module in modules():
+        owner = module.parts[1 if module.parts[0] == "services" else 2]
+        classes = ast.parse((ROOT / module).read_text()).body
+        names = [*module.with_suffix("").parts[3:]]
+        names += [node.name for node in classes if isinstance(node, ast.ClassDef)]
+        for name in names:
+            words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+", name)}
+            for word, owners in ONE_MEANING.items():
+                if words & {word, f"{word}s"} and owner not in owners.split():
+                    astray.append(f"{name} in {module}")
+    assert astray == []
 
 
 def test_every_package_is_installed() -> None:

@@ -28,7 +28,7 @@ from kvmesh.weights.frames import (
     frame,
 )
 
-COMMAND = (sys.executable, "-m", "kvmesh.weights.agent.process")
+COMMAND = (sys.executable, "-m", "kvmesh.weights.process.main")
 STOP_S = 5.0
 OFFER_S = 30.0
 MOST_UNREAD = 64 << 10  # bytes in the pipe's buffer

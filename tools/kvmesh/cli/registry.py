@@ -26,7 +26,7 @@ NOT_SIMULATED: frozenset[OptionKey] = frozenset(
         *(("mock", key) for key in ("crash_step", "hang_step", "slow_step", "slow_factor")),
         *(("mock", key) for key in ("lose_every", "kvbm")),
         *(("kvbm", key) for key in ("name", "node", "directory", "key", "remote_group")),
-        *(("kvbm", key) for key in ("disk_free_bytes", "disk_threads", "remote_timeout_s")),
+        *(("kvbm", key) for key in ("disk_free_bytes", "remote_timeout_s")),
         *(("kvbm", key) for key in ("metrics_port", "metrics_host")),
         *(("planner", key) for key in ("name", "connector", "metrics_port", "metrics_host")),
         *(("planner", key) for key in ("compose_file", "namespace", "command", "oracle_budget_s")),

@@ -18,6 +18,19 @@ OPERATION = "KV-Operation"  # header of a message that deletes a key
 SIZE = "Nats-Msg-Size"
 
 
+def keys_reader(
+    bus: Bus,
+    bucket: str,
+    keys: str,
+    handler: Callable[[StreamMessage], None],
+    on_recreated: Callable[[], None] | None = None,
+) -> StreamReader:
+    """A reader of the last message of each key that matches `keys`, and of those that follow."""
+    subject = f"$KV.{bucket}.{keys}"
+    start = Start(last_per_subject=True)
+    return StreamReader(bus, f"KV_{bucket}", subject, handler, start, on_recreated)
+
+
 async def read_bucket(bus: Bus, bucket: str, keys: str = ">") -> dict[str, bytes]:
     """The values of all keys that match `keys`; raises BusError."""
     found: dict[str, bytes] = {}

@@ -157,7 +157,6 @@ class RemoteSettings(Section, frozen=True, kw_only=True):
     kv_replay: Annotated[
         str, Meta(description="ZeroMQ endpoint that replays KV events; empty: none")
     ] = ""
-    kv_topic: Annotated[str, Meta(description="topic of its KV events")] = ""
     dp_ranks: Annotated[int, Meta(ge=1, le=64, description="data-parallel ranks")] = 1
     blocks: Annotated[
         Count, Meta(description="KV blocks of a rank, if the server does not report them")
@@ -170,7 +169,6 @@ class RemoteSettings(Section, frozen=True, kw_only=True):
         bool, Meta(description="that server shares KV blocks through the kvbm of the node")
     ] = False
     probe_s: Annotated[Seconds, Meta(description="interval of health and load probes")] = 1.0
-    connect_timeout_s: Annotated[Seconds, Meta(description="longest wait for a connection")] = 5.0
 
 
 class VllmSettings(Section, frozen=True, kw_only=True):

@@ -95,14 +95,6 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
     keepalive_s: Annotated[
         Seconds, Meta(description="a stream without output for this long gets a keep-alive comment")
     ] = 10.0
-    frame_interval_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1,
-            description="tokens of one stream that are ready within this time share a frame",
-        ),
-    ] = 0.005
     prepare_cache_bytes: Annotated[
         int, Meta(ge=0, description="memory for the bodies and tokens of conversations")
     ] = 96 << 20

@@ -7,7 +7,6 @@ from msgspec import Meta
 
 from kvmesh.settings.schema.common import (
     LOOPBACK,
-    Count,
     MetricsHost,
     Port,
     Seconds,
@@ -55,7 +54,6 @@ class KvbmSettings(Section, frozen=True, kw_only=True):
             description="request frequency from which blocks go to disk; a hit doubles it; 1: all"
         ),
     ] = 2.0
-    disk_threads: Annotated[Count, Meta(description="concurrent reads and writes of the disk")] = 4
     remote_url: Annotated[
         Url,
         Meta(description="remote store: redis://, rediss://, unix:// or file:// URL; empty: none"),

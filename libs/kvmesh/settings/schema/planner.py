@@ -71,9 +71,8 @@ class PlannerSettings(Section, frozen=True, kw_only=True):
         Meta(ge=0, description="a pool that someone else resized is left alone for this long"),
     ] = 900.0
     predictor: Annotated[
-        str,
-        Meta(description="predictor of the arrivals; best: the one with the least error so far"),
-    ] = "best"
+        str, Meta(description="predictor of the arrivals: seasonal, kalman or constant")
+    ] = "seasonal"
     oracle_budget_s: Annotated[
         float,
         Meta(

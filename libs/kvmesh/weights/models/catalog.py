@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, Conflict, NotFound, cause
 from kvmesh.bus.storage.buckets import read_bucket
-from kvmesh.weights.agent.manifests import mesh_key
 from kvmesh.weights.errors import ModelStoreError
 from kvmesh.weights.models.reference import ModelReference
+from kvmesh.weights.process.manifests import mesh_key
 
 PURPOSE = b"kvmesh model entry\0"
 MAC_BYTES = 32

@@ -13,8 +13,8 @@ from kvmesh.bus.storage.buckets import read_bucket
 from kvmesh.bus.storage.object_bucket import ObjectBucket
 from kvmesh.bus.storage.stored_object import StoredObject
 from kvmesh.bus.subjects import manifest_object
-from kvmesh.weights.agent.search import offered
 from kvmesh.weights.models.catalog import ModelCatalog
+from kvmesh.weights.process.search import offered
 
 log = logging.getLogger(__name__)
 GRACE_S = 3600.0  # from the last use of a manifest

@@ -19,9 +19,6 @@ from kvmesh.bus.errors import (
     cause,
 )
 from kvmesh.runtime.quantities import size
-from kvmesh.weights.agent.fetching import WeightFetch
-from kvmesh.weights.agent.manifests import ManifestStore
-from kvmesh.weights.agent.search import SourceSearch
 from kvmesh.weights.errors import ManifestError, ModelStoreError
 from kvmesh.weights.frames import STORE
 from kvmesh.weights.locks import FileLock
@@ -32,6 +29,9 @@ from kvmesh.weights.models.folder import weights_of
 from kvmesh.weights.models.staging import StagedWeights, is_verified, left_over, write_verified
 from kvmesh.weights.models.store import ModelStore
 from kvmesh.weights.models.store_reader import StoreReader
+from kvmesh.weights.process.fetching import WeightFetch
+from kvmesh.weights.process.manifests import ManifestStore
+from kvmesh.weights.process.search import SourceSearch
 from kvmesh.weights.stream import FetchOptions
 
 LOCK = "pull.lock"

@@ -20,12 +20,12 @@ from kvmesh.bus.errors import (
 from kvmesh.bus.storage.stored_object import StoredObject
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_model_store
 from kvmesh.runtime.quantities import size
-from kvmesh.weights.agent.manifests import ManifestStore, mesh_key
 from kvmesh.weights.errors import CheckpointError, ModelStoreError, WeightsError
 from kvmesh.weights.models.catalog import ModelCatalog, ModelEntry
 from kvmesh.weights.models.folder import FolderContent
 from kvmesh.weights.models.sources import BytesSource, FileSource, ObjectSource
 from kvmesh.weights.models.store import ModelStore, chunk_names, manifest_name
+from kvmesh.weights.process.manifests import ManifestStore, mesh_key
 
 AT_ONCE = 8  # chunks
 ROUNDS = 6  # in which others remove what this push uses, or the server does not answer

@@ -14,9 +14,9 @@ from blake3 import blake3
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, NotFound, cause
 from kvmesh.bus.storage.object_bucket import ObjectBucket
-from kvmesh.weights.agent.manifests import mesh_key
 from kvmesh.weights.errors import ManifestError, WrongDigest
 from kvmesh.weights.manifest import MAX_PACKED, Manifest, unpack
+from kvmesh.weights.process.manifests import mesh_key
 
 
 def manifest_name(digest: str) -> str:

@@ -83,7 +83,7 @@ class FrontendService:
         self.aliases = AliasReader(service.bus, self.registry.aliases)
         self.waker = Waker(service.bus, service.instance, self.registry, settings.max_waking)
         self.directory = Directory(service.bus, service.limits, self._joined, self._left)
-        self.inbox = TokenInbox(settings.frame_interval_s)
+        self.inbox = TokenInbox()
         self.events = SequenceEventPublisher(service.bus, service.instance, self.directory)
         self.routes = RouteClient(service.bus, self.events)
         workers = WorkClient(service.bus, self.inbox, self.directory)

@@ -77,11 +77,11 @@ class KvbmNode:
     # optional parts
 
     def _make_disk(self, key: bytes) -> LocalDisk | NoDisk:
-        storage, threads = self._storage, self._service.settings.kvbm.disk_threads
+        storage = self._storage
         if storage.disk is None:
             return NoDisk()
         return LocalDisk(
-            storage.disk, storage.arena, self.manager, key, threads, self._clock, self._on_moved
+            storage.disk, storage.arena, self.manager, key, self._clock, self._on_moved
         )
 
     def _make_remote(self, key: bytes) -> RemoteMover | NoRemote:

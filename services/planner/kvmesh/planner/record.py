@@ -34,11 +34,10 @@ def scaling_decision(
         signals={
             "arrivals_per_s": plan.level,
             "forecast_per_s": plan.forecast,
-            "expected_returns": core.demand.expected.count,
             "waiting_requests": float(core.traffic.waiting),
             "waiting_tokens": float(core.traffic.waiting_tokens),
             "oldest_wait_s": core.traffic.oldest_wait(now),
-            "waking_requests": float(core.waking(now)),
+            "waking_requests": float(core.requests_without_worker(now)),
             "prompt_tokens": prompt,
             "uncached_tokens": uncached,
             "output_tokens": core.traffic.mean_output,

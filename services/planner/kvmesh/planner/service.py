@@ -24,7 +24,7 @@ from kvmesh.bus.messages import (
     Wake,
     encode,
 )
-from kvmesh.bus.storage.buckets import KnownEntries
+from kvmesh.bus.storage.buckets import KnownEntries, keys_reader
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.planner import metrics
 from kvmesh.planner.config import plan_options, with_changes
@@ -106,12 +106,8 @@ class PlannerService:
         self._known = KnownEntries(
             service.bus, subjects.plan_bucket, "what planners know", lambda: self.leads
         )
-        self._changes = StreamReader(
-            self._bus,
-            f"KV_{subjects.plan_bucket}",
-            f"$KV.{subjects.plan_bucket}.{subjects.plan_settings_key}",
-            self._on_changes,
-            Start(last_per_subject=True),
+        self._changes = keys_reader(
+            self._bus, subjects.plan_bucket, subjects.plan_settings_key, self._on_changes
         )
         self.ready = False
 

@@ -38,7 +38,7 @@ from kvmesh.bus.messages import (
     Thresholds,
     ToolEvent,
 )
-from kvmesh.bus.storage.buckets import KnownEntries
+from kvmesh.bus.storage.buckets import KnownEntries, keys_reader
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import untoken
 from kvmesh.bus.ticks import next_tick
@@ -98,13 +98,7 @@ class RouterService:
         self._known_limits = KnownEntries(
             bus, bucket, "busy thresholds", lambda: self.ready and serves
         )
-        self._busy = StreamReader(
-            bus,
-            f"KV_{bucket}",
-            f"{self._busy_prefix}>",
-            self._on_thresholds,
-            Start(last_per_subject=True),
-        )
+        self._busy = keys_reader(bus, bucket, f"{subjects.busy_key('')}>", self._on_thresholds)
         self._policy_since = 0.0
         self._routes = self._route_reader()
 

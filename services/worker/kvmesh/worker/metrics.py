@@ -1,7 +1,7 @@
 """Prometheus series of a worker; the collectors read the engine when they are scraped."""
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -42,6 +42,7 @@ COUNTERS = {
     ),
 }
 RETENTION_COUNTERS = (
+    ("outcomes", "directives", "outcome", "explicit retention directives by outcome"),
     (
         "evicted",
         "evicted_blocks",
@@ -61,7 +62,8 @@ RETENTION_COUNTERS = (
         "prompts with a forecast whose session came back: all blocks held, or some evicted",
     ),
 )
-_RANK = ["model", "worker", "rank"]
+T = TypeVar("T")
+Samples = Iterable[tuple[Sequence[str], float]]  # values of the labels after the worker's own
 
 
 class WorkerLabels(NamedTuple):
@@ -71,132 +73,104 @@ class WorkerLabels(NamedTuple):
     worker: str
 
 
-class LoadCollector(Collector):
+class WorkerCollector(Collector, Generic[T]):
+    """Reads the engine's figures when it is scraped, and gives series `kvmesh_worker_*`."""
+
+    def __init__(self, labels: WorkerLabels, read: Callable[[], T]) -> None:
+        self._labels = labels
+        self._read = read
+
+    def _counter(self, name: str, text: str, samples: Samples, *labels: str) -> CounterMetricFamily:
+        names = [*WorkerLabels._fields, *labels]
+        family = CounterMetricFamily(f"kvmesh_worker_{name}", text, labels=names)
+        for own, value in samples:
+            family.add_metric([*self._labels, *own], value)
+        return family
+
+    def _gauge(self, name: str, text: str, samples: Samples, *labels: str) -> GaugeMetricFamily:
+        names = [*WorkerLabels._fields, *labels]
+        family = GaugeMetricFamily(f"kvmesh_worker_{name}", text, labels=names)
+        for own, value in samples:
+            family.add_metric([*self._labels, *own], value)
+        return family
+
+
+class LoadCollector(WorkerCollector[Iterable[Load]]):
     """One sample per rank and field of `Load`, as `kvmesh_worker_*`."""
 
-    def __init__(self, labels: WorkerLabels, loads: Callable[[], Iterable[Load]]) -> None:
-        self._labels = labels
-        self._loads = loads
-
     def collect(self) -> Iterator[Metric]:
-        loads = list(self._loads())
+        loads = list(self._read())
         for field, (name, text) in GAUGES.items():
-            gauge = GaugeMetricFamily(f"kvmesh_worker_{name}", text, labels=_RANK)
-            for load in loads:
-                gauge.add_metric([*self._labels, str(load.rank)], getattr(load, field))
-            yield gauge
+            yield self._gauge(name, text, _by_rank(loads, field), "rank")
         for field, (name, text) in COUNTERS.items():
-            counter = CounterMetricFamily(f"kvmesh_worker_{name}", text, labels=_RANK)
-            for load in loads:
-                counter.add_metric([*self._labels, str(load.rank)], getattr(load, field))
-            yield counter
+            yield self._counter(name, text, _by_rank(loads, field), "rank")
 
 
-class StartCollector(Collector):
+class StartCollector(WorkerCollector[Iterable[Phase]]):
     """The phases of the worker's start so far, as `kvmesh_worker_start_seconds`."""
 
-    def __init__(self, labels: WorkerLabels, phases: Callable[[], Iterable[Phase]]) -> None:
-        self._labels = labels
-        self._phases = phases
-
     def collect(self) -> Iterator[Metric]:
-        gauge = GaugeMetricFamily(
-            "kvmesh_worker_start_seconds",
+        yield self._gauge(
+            "start_seconds",
             "seconds of the worker's start that each phase took",
-            labels=["model", "worker", "phase"],
+            (([phase.name], phase.seconds) for phase in self._read()),
+            "phase",
         )
-        for phase in self._phases():
-            gauge.add_metric([*self._labels, phase.name], phase.seconds)
-        yield gauge
 
 
-class SourceCollector(Collector):
+class SourceCollector(WorkerCollector[Iterable[StartSource]]):
     """Sources of weights and compiled code, as `kvmesh_worker_start_bytes`."""
 
-    def __init__(self, labels: WorkerLabels, sources: Callable[[], Iterable[StartSource]]) -> None:
-        self._labels = labels
-        self._sources = sources
-
     def collect(self) -> Iterator[Metric]:
-        sources = list(self._sources())
-        gauge = GaugeMetricFamily(
-            "kvmesh_worker_start_bytes",
+        sources = list(self._read())
+        yield self._gauge(
+            "start_bytes",
             "bytes of weights and of compiled code with which the engine started, by their source:"
             " disk, workers, or the node's memory",
-            labels=["model", "worker", "part", "source"],
+            (([each.part, each.source], each.bytes) for each in sources),
+            "part",
+            "source",
         )
-        for each in sources:
-            gauge.add_metric([*self._labels, each.part, each.source], each.bytes)
-        yield gauge
-        hit = GaugeMetricFamily(
-            "kvmesh_worker_compile_cache_hit",
+        yield self._gauge(
+            "compile_cache_hit",
             "1 if the engine started with code that was compiled before, 0 if it compiled all",
-            labels=["model", "worker"],
+            (((), float(each.source != "compiled")) for each in sources if each.part == "code"),
         )
-        for each in sources:
-            if each.part == "code":
-                hit.add_metric(self._labels, float(each.source != "compiled"))
-        yield hit
 
 
-class RetentionCollector(Collector):
+class RetentionCollector(WorkerCollector[Iterable[RetentionState]]):
     """Sessions, pins, charged blocks and outcomes, as `kvmesh_worker_retention_*`."""
 
-    def __init__(
-        self, labels: WorkerLabels, states: Callable[[], Iterable[RetentionState]]
-    ) -> None:
-        self._labels = labels
-        self._states = states
-
     def collect(self) -> Iterator[Metric]:
-        states = list(self._states())
+        states = list(self._read())
         for field, text in (
             ("sessions", "sessions with a recorded prompt"),
             ("pins", "pins in force, including those whose blocks are absent"),
             ("charged_blocks", "blocks charged to the retention budgets of tenants"),
         ):
-            gauge = GaugeMetricFamily(f"kvmesh_worker_retention_{field}", text, labels=_RANK)
-            for state in states:
-                gauge.add_metric([*self._labels, str(state.rank)], getattr(state, field))
-            yield gauge
-        counter = CounterMetricFamily(
-            "kvmesh_worker_retention_directives",
-            "explicit retention directives by outcome",
-            labels=[*_RANK, "outcome"],
-        )
-        for state in states:
-            for outcome, count in state.outcomes.items():
-                counter.add_metric([*self._labels, str(state.rank), outcome], count)
-        yield counter
+            yield self._gauge(f"retention_{field}", text, _by_rank(states, field), "rank")
         for field, name, label, text in RETENTION_COUNTERS:
-            counter = CounterMetricFamily(
-                f"kvmesh_worker_retention_{name}", text, labels=[*_RANK, label]
+            samples = (
+                ([str(state.rank), value], count)
+                for state in states
+                for value, count in getattr(state, field).items()
             )
-            for state in states:
-                for value, count in getattr(state, field).items():
-                    counter.add_metric([*self._labels, str(state.rank), value], count)
-            yield counter
+            yield self._counter(f"retention_{name}", text, samples, "rank", label)
 
 
-class TierCollector(Collector):
+class TierCollector(WorkerCollector[TierCounts | None]):
     """Blocks moved between the engine and lower tiers, as `kvmesh_worker_*_blocks`."""
 
-    def __init__(self, labels: WorkerLabels, counts: Callable[[], TierCounts | None]) -> None:
-        self._labels = labels
-        self._counts = counts
-
     def collect(self) -> Iterator[Metric]:
-        counts = self._counts()
+        counts = self._read()
         if counts is None:
             return
-        onboarded = CounterMetricFamily(
-            "kvmesh_worker_onboarded_blocks",
+        yield self._counter(
+            "onboarded_blocks",
             "KV blocks loaded from lower tiers",
-            labels=["model", "worker", "tier"],
+            (([str(tier)], blocks) for tier, blocks in enumerate(counts.loaded[1:], 1)),
+            "tier",
         )
-        for tier, blocks in enumerate(counts.loaded[1:], 1):
-            onboarded.add_metric([*self._labels, str(tier)], blocks)
-        yield onboarded
         for name, text, value in (
             ("write_through_blocks", "KV blocks written through to lower tiers", counts.written),
             (
@@ -206,93 +180,86 @@ class TierCollector(Collector):
             ),
             ("corrupt_blocks", "KV blocks from lower tiers with a wrong checksum", counts.corrupt),
         ):
-            counter = CounterMetricFamily(f"kvmesh_worker_{name}", text, labels=["model", "worker"])
-            counter.add_metric(self._labels, value)
-            yield counter
+            yield self._counter(name, text, [((), value)])
 
 
-class EventCollector(Collector):
+class EventCollector(WorkerCollector[Iterable[LedgerCounts]]):
     """Blocks and messages of an engine's KV events, as `kvmesh_worker_event_*`."""
 
-    def __init__(self, labels: WorkerLabels, counts: Callable[[], Iterable[LedgerCounts]]) -> None:
-        self._labels = labels
-        self._counts = counts
-
     def collect(self) -> Iterator[Metric]:
-        ranks = list(self._counts())
-        kept = CounterMetricFamily(
-            "kvmesh_worker_event_blocks",
+        ranks = list(self._read())
+        yield self._counter(
+            "event_blocks",
             "blocks of the engine's KV events that reached the index, by tier",
-            labels=[*_RANK, "tier"],
+            (
+                ([str(each.rank), str(tier)], blocks)
+                for each in ranks
+                for tier, blocks in enumerate(each.kept)
+            ),
+            "rank",
+            "tier",
         )
-        dropped = CounterMetricFamily(
-            "kvmesh_worker_event_dropped_blocks",
+        yield self._counter(
+            "event_dropped_blocks",
             "blocks of the engine's KV events that the index cannot have: of another block_size,"
             " without as many tokens, of unknown_position (no event said what precedes them), below"
             " an engine that was reset, or the oldest of those never_removed",
-            labels=[*_RANK, "reason", "tier"],
+            (
+                ([str(each.rank), reason, str(tier)], blocks)
+                for each in ranks
+                for reason, tiers in sorted(each.dropped.items())
+                for tier, blocks in enumerate(tiers)
+                if blocks
+            ),
+            "rank",
+            "reason",
+            "tier",
         )
-        malformed = CounterMetricFamily(
-            "kvmesh_worker_event_malformed_messages",
+        yield self._counter(
+            "event_malformed_messages",
             "messages of the engine's KV events that could not be decoded",
-            labels=_RANK,
+            _by_rank(ranks, "malformed"),
+            "rank",
         )
-        unplaced = GaugeMetricFamily(
-            "kvmesh_worker_event_unplaced_blocks",
+        yield self._gauge(
+            "event_unplaced_blocks",
             "blocks that wait for a KV event which says what precedes them",
-            labels=_RANK,
+            _by_rank(ranks, "unplaced"),
+            "rank",
         )
-        limits = GaugeMetricFamily(
-            "kvmesh_worker_event_limits",
+        yield self._gauge(
+            "event_limits",
             "1 for what the index cannot know of the engine: draft (blocks depend on the tokens"
             " after them) or windows (some of a prompt's blocks are enough, or other groups' are"
             " needed)",
-            labels=[*_RANK, "limit"],
+            (([str(each.rank), limit], 1) for each in ranks for limit in each.limits),
+            "rank",
+            "limit",
         )
-        for counts in ranks:
-            rank = [*self._labels, str(counts.rank)]
-            for limit in counts.limits:
-                limits.add_metric([*rank, limit], 1)
-            for tier, blocks in enumerate(counts.kept):
-                kept.add_metric([*rank, str(tier)], blocks)
-            for reason, tiers in sorted(counts.dropped.items()):
-                for tier, blocks in enumerate(tiers):
-                    if blocks:
-                        dropped.add_metric([*rank, reason, str(tier)], blocks)
-            malformed.add_metric(rank, counts.malformed)
-            unplaced.add_metric(rank, counts.unplaced)
-        yield from (kept, dropped, malformed, unplaced, limits)
 
 
-class HandoffCollector(Collector):
+class HandoffCollector(WorkerCollector[HandoffCounts | None]):
     """Handoffs and their bytes, as `kvmesh_worker_handoff*`."""
 
-    def __init__(self, labels: WorkerLabels, counts: Callable[[], HandoffCounts | None]) -> None:
-        self._labels = labels
-        self._counts = counts
-
     def collect(self) -> Iterator[Metric]:
-        counts = self._counts()
+        counts = self._read()
         if counts is None:
             return
-        ended = CounterMetricFamily(
-            "kvmesh_worker_handoffs",
+        yield self._counter(
+            "handoffs",
             "Prompts whose KV was offered to another worker or fetched from one, by result",
-            labels=["model", "worker", "side", "result"],
+            sorted(counts.ended.items()),
+            "side",
+            "result",
         )
-        for (side, result), count in sorted(counts.ended.items()):
-            ended.add_metric([*self._labels, side, result], count)
-        yield ended
-        fetched = CounterMetricFamily(
-            "kvmesh_worker_handoff_bytes",
+        yield self._counter(
+            "handoff_bytes",
             "Bytes of KV fetched from other workers",
-            labels=["model", "worker"],
+            [((), counts.fetched_bytes)],
         )
-        fetched.add_metric(self._labels, counts.fetched_bytes)
-        yield fetched
 
 
-class WeightsCollector(Collector):
+class WeightsCollector(WorkerCollector[WeightsCounts]):
     """Weights that the worker takes from others and sends to them, as `kvmesh_worker_weights_*`."""
 
     def __init__(
@@ -301,49 +268,39 @@ class WeightsCollector(Collector):
         counts: Callable[[], WeightsCounts],
         stored_bytes: Callable[[], int],
     ) -> None:
-        self._labels = labels
-        self._counts = counts
+        super().__init__(labels, counts)
         self._stored_bytes = stored_bytes
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._counts()
-        names = ["model", "worker"]
-        taken = CounterMetricFamily(
-            "kvmesh_worker_weights_taken_bytes",
+        counts = self._read()
+        yield self._counter(
+            "weights_taken_bytes",
             "bytes of weights that were fetched and verified, from a peer, the disk or the store of"
             " models",
-            labels=[*names, "source"],
+            (([source], count) for source, count in sorted(counts.taken.items())),
+            "source",
         )
-        for source, count in sorted(counts.taken.items()):
-            taken.add_metric([*self._labels, source], count)
-        yield taken
-        sent = CounterMetricFamily(
-            "kvmesh_worker_weights_sent_bytes",
-            "bytes of weights sent to other workers",
-            labels=names,
+        yield self._counter(
+            "weights_sent_bytes", "bytes of weights sent to other workers", [((), counts.sent)]
         )
-        sent.add_metric(self._labels, counts.sent)
-        yield sent
-        failed = CounterMetricFamily(
-            "kvmesh_worker_weights_failed_chunks",
+        yield self._counter(
+            "weights_failed_chunks",
             "requests for chunks of weights that failed: lost, timeout, busy, corrupt (a wrong"
             " digest)",
-            labels=[*names, "reason"],
+            (([reason], count) for reason, count in sorted(counts.failed.items())),
+            "reason",
         )
-        for reason, count in sorted(counts.failed.items()):
-            failed.add_metric([*self._labels, reason], count)
-        yield failed
-        sources = GaugeMetricFamily(
-            "kvmesh_worker_weights_sources",
+        yield self._gauge(
+            "weights_sources",
             "workers from which weights come now",
-            labels=names,
+            [((), counts.sources)],
         )
-        sources.add_metric(self._labels, counts.sources)
-        yield sources
-        stored = GaugeMetricFamily(
-            "kvmesh_worker_weights_stored_bytes",
+        yield self._gauge(
+            "weights_stored_bytes",
             "bytes of all copies of weights in the memory of the worker's node",
-            labels=names,
+            [((), self._stored_bytes())],
         )
-        stored.add_metric(self._labels, self._stored_bytes())
-        yield stored
+
+
+def _by_rank(ranks: Iterable[Load | RetentionState | LedgerCounts], field: str) -> Samples:
+    return (([str(each.rank)], getattr(each, field)) for each in ranks)

@@ -20,5 +20,5 @@ def test_a_planner_that_was_frozen_has_predicted_no_burst() -> None:
         bursts(demand, number)
         now = 2 * (number + 1) * PHASE_S - 1.0
         demand.advance(now)  # the first decision since the last burst
-        assert demand.forecast(now, 60.0) > 1.5
+        assert demand.forecast(60.0) > 1.5
     assert demand.reserved(60.0, 60.0, PROMISES) > 1.0

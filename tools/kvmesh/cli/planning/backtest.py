@@ -10,17 +10,11 @@ from rich.console import Console
 from kvmesh.bus.client import Bus
 from kvmesh.cli.arguments import moment, result_file, seconds
 from kvmesh.cli.bus_session import run_on_bus
-from kvmesh.cli.planning.timeline import ServiceTime, Timeline, from_captured, from_workload
+from kvmesh.cli.planning.timeline import ServiceTime, from_captured, from_workload, series
 from kvmesh.cli.traces.options import SOURCES, add_trace_options, load_trace, title_of
 from kvmesh.planner.prediction.interface import PredictorError
 from kvmesh.planner.prediction.registry import predictor_names
-from kvmesh.planner.prediction.scoring import (
-    Backtest,
-    PredictorScore,
-    ReturnsScore,
-    backtest,
-    score_returns,
-)
+from kvmesh.planner.prediction.scoring import Backtest, PredictorScore, backtest
 from kvmesh.settings import Settings
 from kvmesh.terminal.console import stdout_console
 from kvmesh.terminal.tables import FittedTable, columns
@@ -31,12 +25,11 @@ HELP = "score the predictors of arrivals on past traffic or on a workload"
 
 
 class BacktestReport(Struct, frozen=True, kw_only=True):
-    """The figures of `--json`; `returns` is None without sessions that return."""
+    """The figures of `--json`."""
 
     source: str
     requests: int
     arrivals: Backtest
-    returns: ReturnsScore | None
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -122,16 +115,15 @@ def _on_workload(arguments: argparse.Namespace) -> int:
     return _report(arguments, title_of(arguments.workload), from_workload(workload, service))
 
 
-def _report(arguments: argparse.Namespace, source: str, timeline: Timeline) -> int:
+def _report(arguments: argparse.Namespace, source: str, times: list[float]) -> int:
     names = arguments.predictors.split(",") if arguments.predictors else None
     try:
         report = BacktestReport(
             source=source,
-            requests=len(timeline.arrivals),
+            requests=len(times),
             arrivals=backtest(
-                timeline.series(arguments.interval), arguments.interval, arguments.startup, names
+                series(times, arguments.interval), arguments.interval, arguments.startup, names
             ),
-            returns=score_returns(timeline.events, arguments.interval, arguments.startup),
         )
     except (PredictorError, ValueError) as error:
         return _failed(error)
@@ -147,7 +139,7 @@ def _failed(error: Exception) -> int:
 
 
 def show(report: BacktestReport, console: Console) -> None:
-    """Print the scores of the predictors, and those of the expected returns."""
+    """Print the scores of the predictors."""
     arrivals = report.arrivals
     console.print(
         f"{report.source}: {report.requests:,} requests, {arrivals.values:,} intervals of "
@@ -158,10 +150,6 @@ def show(report: BacktestReport, console: Console) -> None:
         soft_wrap=True,
     )
     _table(arrivals).show(console)
-    for each in arrivals.predictors:
-        if each.error:
-            console.print(each.error, markup=False, highlight=False, soft_wrap=True)
-    console.print(_returns(report.returns), highlight=False, soft_wrap=True)
 
 
 def _table(arrivals: Backtest) -> FittedTable:
@@ -170,15 +158,12 @@ def _table(arrivals: Backtest) -> FittedTable:
     wanted = columns("predictor", *figures, numbers=figures, hide=hide)
     table = FittedTable(wanted, title="requests per interval")
     for each in arrivals.predictors:
-        if each.horizons:
-            _add_rows(table, each, arrivals)
+        _add_rows(table, each, arrivals)
     return table
 
 
 def _add_rows(table: FittedTable, score: PredictorScore, arrivals: Backtest) -> None:
-    name = f"{score.name} ({score.chosen})" if score.chosen else score.name
-    if score.name == arrivals.best:
-        name += " *"
+    name = f"{score.name} *" if score.name == arrivals.best else score.name
     for index, each in enumerate(score.horizons):
         table.add_row(
             "" if index else name,
@@ -189,14 +174,3 @@ def _add_rows(table: FittedTable, score: PredictorScore, arrivals: Backtest) -> 
             f"{each.pinball90:.3g}",
             f"{each.coverage90:.1%}",
         )
-
-
-def _returns(score: ReturnsScore | None) -> str:
-    if score is None:
-        return "returns: no sessions over a whole horizon"
-    return (
-        f"returns within {score.horizon_s:g} s: expected {score.expected:,.1f} of "
-        f"{score.idle:,.0f} idle sessions ({score.expected_tokens:,.0f} prompt tokens), came "
-        f"{score.came:,.1f}; MAE {score.mae:.3g}, of the last number {score.naive_mae:.3g}; "
-        f"below the 0.9 quantile {score.coverage90:.1%}"
-    )

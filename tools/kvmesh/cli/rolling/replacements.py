@@ -11,7 +11,8 @@ import msgspec
 
 from kvmesh.bus.errors import BusError, NotFound, cause
 from kvmesh.bus.messages import MessageDecoder, Replacement, ReplacementReport, encode
-from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.storage.buckets import keys_reader
+from kvmesh.bus.streams.reader import StreamMessage, StreamReader
 from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.cli.supervisor.mesh import SupervisedMesh
 from kvmesh.cli.supervisor.mesh_view import MeshView
@@ -63,12 +64,8 @@ class Replacements:
             self._before = _orders.decode(
                 (await bucket.get(subjects.replacement_key)).value or b""
             ).order
-        self._reader = StreamReader(
-            self._bus,
-            f"KV_{subjects.plan_bucket}",
-            f"$KV.{subjects.plan_bucket}.{subjects.replacement_key}",
-            self._receive,
-            Start(last_per_subject=True),
+        self._reader = keys_reader(
+            self._bus, subjects.plan_bucket, subjects.replacement_key, self._receive
         )
         await self._reader.open()
         self._working = asyncio.create_task(self._work(), name="replacements")

@@ -16,8 +16,9 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.jetstream import Bucket
 from kvmesh.bus.errors import BusError, NotFound, cause
 from kvmesh.bus.messages import DesiredFleet, MessageDecoder, encode
+from kvmesh.bus.storage.buckets import keys_reader
 from kvmesh.bus.streams.preparation import patiently
-from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.streams.reader import StreamMessage, StreamReader
 from kvmesh.bus.ticks import next_tick
 from kvmesh.cli.supervisor.fleet import Fleet
 from kvmesh.cli.supervisor.plan import ProcessSpec, first_worker_port, most_workers, worker_groups
@@ -82,12 +83,8 @@ class FleetOperator:
         if self._before is not None:
             self._fleet.pass_over(self._before)
         self._processes.on_retired = self._on_retired
-        self._reader = StreamReader(
-            self._bus,
-            f"KV_{subjects.plan_bucket}",
-            f"$KV.{subjects.plan_bucket}.{subjects.desired_key}",
-            self._receive,
-            Start(last_per_subject=True),
+        self._reader = keys_reader(
+            self._bus, subjects.plan_bucket, subjects.desired_key, self._receive
         )
         await self._reader.open()
 

@@ -1,14 +1,13 @@
 """Follows the aliases of models in the plan bucket, which `kvmesh model alias` writes."""
 
-import asyncio
 import logging
 
 import msgspec
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.connection.translation import bus_errors
 from kvmesh.bus.messages import MessageDecoder, ModelAlias
-from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.storage.buckets import keys_reader
+from kvmesh.bus.streams.reader import StreamMessage
 
 log = logging.getLogger(__name__)
 OPEN_S = 10.0
@@ -28,20 +27,12 @@ class AliasReader:
         self._names: dict[str, str] = {}
         bucket = bus.subjects.plan_bucket
         self._prefix = f"$KV.{bucket}."
-        self._reader = StreamReader(
-            bus,
-            f"KV_{bucket}",
-            f"{self._prefix}alias.*",
-            self._on_message,
-            Start(last_per_subject=True),
-        )
+        self._reader = keys_reader(bus, bucket, "alias.*", self._on_message)
 
     async def open(self) -> None:
         """Watch; return once every alias that exists now is known. Raises BusError."""
         await self._reader.open()
-        with bus_errors():
-            async with asyncio.timeout(OPEN_S):
-                await self._reader.caught_up.wait()
+        await self._reader.until_caught_up(OPEN_S)
 
     async def close(self) -> None:
         await self._reader.close()

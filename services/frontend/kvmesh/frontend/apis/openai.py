@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvmesh.frontend.apis.base import Usage, json_encode
+from kvmesh.frontend.apis.base import AnswerSummary, Usage, json_encode
 from kvmesh.frontend.apis.faults import INVALID_VALUE
 from kvmesh.frontend.errors import STATUS, ApiError, Kind
 
@@ -69,3 +69,14 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 def event(value: dict[str, Any]) -> bytes:
     """One unnamed server-sent event."""
     return b"data: " + json_encode(value) + b"\n\n"
+
+
+def ending(common: dict[str, Any], summary: AnswerSummary, include_usage: bool) -> bytes:
+    """The last events of a stream: what the client asked to know of the whole, and the mark."""
+    last: dict[str, Any] = {**common, "choices": []}
+    if include_usage:
+        last["usage"] = usage_object(summary.usage)
+    if summary.nvext is not None:
+        last["nvext"] = summary.nvext
+    wanted = include_usage or summary.nvext is not None
+    return (event(last) if wanted else b"") + DONE

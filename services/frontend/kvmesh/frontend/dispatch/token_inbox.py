@@ -19,6 +19,7 @@ from kvmesh.frontend.errors import ApiError
 log = logging.getLogger(__name__)
 step_decoder = MessageDecoder(StepOutput)
 LONGEST_REST_S = 1.0
+FRAME_S = 0.005  # tokens of one stream that are ready within this time share a frame
 Consumer: TypeAlias = Callable[[], None]  # renders new tokens on the event loop; must not block
 
 
@@ -40,7 +41,7 @@ class TokenInbox:
     A chunk counts only in a message of the instance that has the attempt.
     """
 
-    def __init__(self, interval: float) -> None:
+    def __init__(self, interval: float = FRAME_S) -> None:
         self._interval = self._shortest = interval
         self._states: dict[str, FlushState] = {}
         self._dirty: list[FlushState] = []

@@ -1,15 +1,14 @@
 """Follows the models that may run without workers, which the planner lists in the plan bucket."""
 
-import asyncio
 import logging
 from collections.abc import Callable
 
 import msgspec
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.connection.translation import bus_errors
 from kvmesh.bus.messages import IdleModel, MessageDecoder, ModelCard
-from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.storage.buckets import keys_reader
+from kvmesh.bus.streams.reader import StreamMessage
 
 log = logging.getLogger(__name__)
 OPEN_S = 10.0
@@ -31,21 +30,12 @@ class IdleModelReader:
         self._names: dict[str, str] = {}
         bucket = bus.subjects.plan_bucket
         self._prefix = f"$KV.{bucket}."
-        self._reader = StreamReader(
-            bus,
-            f"KV_{bucket}",
-            f"{self._prefix}idle.*",
-            self._on_message,
-            Start(last_per_subject=True),
-            self._on_recreated,
-        )
+        self._reader = keys_reader(bus, bucket, "idle.*", self._on_message, self._on_recreated)
 
     async def open(self) -> None:
         """Watch; return once every entry that exists now is known. Raises BusError."""
         await self._reader.open()
-        with bus_errors():
-            async with asyncio.timeout(OPEN_S):
-                await self._reader.caught_up.wait()
+        await self._reader.until_caught_up(OPEN_S)
 
     async def close(self) -> None:
         await self._reader.close()

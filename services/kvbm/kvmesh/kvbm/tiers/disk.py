@@ -14,6 +14,7 @@ from kvmesh.kvbm.tiers.disk_tier import DiskTier
 log = logging.getLogger(__name__)
 SAVE_S = 0.1
 FIT_S = 2.0
+THREADS = 4  # concurrent reads and writes
 
 
 class LocalDisk:
@@ -25,13 +26,12 @@ class LocalDisk:
         arena: Arena,
         manager: Manager,
         key: bytes,
-        threads: int,
         clock: Callable[[], float],
         on_moved: Callable[[list[tuple[Move, MoveEnd]]], None],
     ) -> None:
         self._tier = DiskTier(file, manager, key, clock)
         self._mover = DiskMover(
-            arena, file, threads, on_moved, self._tier.shrink, manager.give_up_disk
+            arena, file, THREADS, on_moved, self._tier.shrink, manager.give_up_disk
         )
         self._closed = False
 

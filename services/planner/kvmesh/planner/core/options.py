@@ -17,7 +17,7 @@ class PlanOptions:
 
     promises: list[Promise] = field(default_factory=list)
     target: str = "latency"
-    predictor: str = "best"
+    predictor: str = "seasonal"
     interval_s: float = 5.0
     window_s: float = 1800.0
     startup_s: float = 60.0

@@ -202,7 +202,6 @@ class PlannerCore:
         if self.batch.on_route(event, now):
             self._busy_at = max(self._busy_at, now)
             return
-        self.demand.on_route(event, now)
         self._count(self.traffic.on_route(event, self._latest))
 
     def _seen(self, now: float) -> float:
@@ -244,7 +243,7 @@ class PlannerCore:
         """Requests wait in frontends for a model without workers."""
         self._woken = self._seen(now), waiting
 
-    def waking(self, now: float) -> int:
+    def requests_without_worker(self, now: float) -> int:
         """Requests that wait in frontends for a worker, as of the last WAKE_S seconds of `time`."""
         at, waiting = self._woken
         return waiting if now - at <= WAKE_S else 0
@@ -337,7 +336,7 @@ class PlannerCore:
             self.switch_failed(instance, now - self._offset)
             reasons.append(f"{instance} did not change its role")
         startup = max(view.lag_s for view in self.pools)
-        forecast = self.demand.forecast(now, startup + self.options.interval_s)
+        forecast = self.demand.forecast(startup + self.options.interval_s)
         hold = max(self.options.down_cooldown_s, startup)
         reserve = self.demand.reserved(startup + self.options.interval_s, hold, self.promises)
         if reserve > forecast:

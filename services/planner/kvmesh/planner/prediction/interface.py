@@ -4,7 +4,7 @@ from typing import Protocol
 
 
 class PredictorError(Exception):
-    """An unknown predictor, or one whose library is not installed; the message says which."""
+    """An unknown predictor; the message says which."""
 
 
 class Predictor(Protocol):

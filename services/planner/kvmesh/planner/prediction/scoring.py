@@ -1,4 +1,4 @@
-"""Scores predictors on a series that has already come, and the return predictor on its sessions.
+"""Scores predictors on a series that has already come.
 
 The rolling-origin evaluation of Tashman ("Out-of-sample tests of forecasting accuracy", 2000): at
 each interval a predictor sees the values up to there and predicts the next ones.
@@ -10,15 +10,18 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-from kvmesh.planner.prediction.best import BestPredictor, pinball
 from kvmesh.planner.prediction.interface import PredictorError
 from kvmesh.planner.prediction.registry import make_predictor, predictor_names
-from kvmesh.planner.prediction.returns import ReturnPredictor
 
 UPPER = 0.9
-UPPER_NORMAL = 1.2816
 # Intervals that predictors see before the first scored prediction.
 WARM_UP = 20
+
+
+def pinball(value: float, predicted: float, quantile: float) -> float:
+    """The loss of a predicted quantile; least in the mean for the true one (Koenker 1978)."""
+    error = value - predicted
+    return quantile * error if error >= 0 else (quantile - 1) * error
 
 
 class HorizonScore(Struct, frozen=True, kw_only=True):
@@ -39,15 +42,10 @@ class HorizonScore(Struct, frozen=True, kw_only=True):
 
 
 class PredictorScore(Struct, frozen=True, kw_only=True):
-    """The scores of one predictor by horizon; `error` says why there are none.
-
-    `chosen` is the predictor that `best` would use next.
-    """
+    """The scores of one predictor by horizon."""
 
     name: str
-    horizons: list[HorizonScore] = []
-    error: str = ""
-    chosen: str = ""
+    horizons: list[HorizonScore]
 
 
 class Backtest(Struct, frozen=True, kw_only=True):
@@ -60,38 +58,6 @@ class Backtest(Struct, frozen=True, kw_only=True):
     largest: float
     predictors: list[PredictorScore]
     best: str
-
-
-class SessionEvent(Struct, frozen=True, kw_only=True):
-    """A request of a session arrived (`finish` None) or ended with a finish reason.
-
-    `tokens` are those of the prompt, and of the output too once it ended.
-    """
-
-    time: float
-    session: str
-    finish: str | None = None
-    final: bool = False
-    tokens: int = 0
-
-
-class ReturnsScore(Struct, frozen=True, kw_only=True):
-    """Expected first returns of idle sessions within the horizon, against those that came.
-
-    Means over `origins` instants. `naive_mae` is the error of the last horizon's number as the
-    prediction. `coverage90` is the share of origins with at most the expected number plus 1.28
-    standard deviations.
-    """
-
-    horizon_s: float
-    origins: int
-    idle: float
-    expected: float
-    came: float
-    mae: float
-    naive_mae: float
-    coverage90: float
-    expected_tokens: float
 
 
 def backtest(
@@ -117,8 +83,7 @@ def backtest(
             f"{startup} intervals ahead: at least {WARM_UP + startup}"
         )
     scores = [_score(name, series, interval_s, horizons) for name in names or predictor_names()]
-    scored = [each for each in scores if each.horizons]
-    best = min(scored, key=lambda each: each.horizons[-1].pinball90, default=None)
+    best = min(scores, key=lambda each: each.horizons[-1].pinball90)
     return Backtest(
         interval_s=interval_s,
         startup_steps=startup,
@@ -126,17 +91,14 @@ def backtest(
         mean=float(np.mean(series)),
         largest=float(np.max(series)),
         predictors=scores,
-        best="" if best is None else best.name,
+        best=best.name,
     )
 
 
 def _score(
     name: str, series: Sequence[float], interval_s: float, horizons: Sequence[int]
 ) -> PredictorScore:
-    try:
-        predictor = make_predictor(name, interval_s)
-    except PredictorError as error:
-        return PredictorScore(name=name, error=str(error))
+    predictor = make_predictor(name, interval_s)
     medians: deque[list[float]] = deque(maxlen=horizons[-1])
     uppers: deque[list[float]] = deque(maxlen=horizons[-1])
     rows: dict[int, list[tuple[float, float, float]]] = {steps: [] for steps in horizons}
@@ -148,9 +110,8 @@ def _score(
         predictor.observe(value)
         medians.append(predictor.predict(horizons[-1]))
         uppers.append(predictor.predict(horizons[-1], UPPER))
-    chosen = predictor.chosen if isinstance(predictor, BestPredictor) else ""
     scores = [_horizon_score(steps, rows[steps]) for steps in horizons]
-    return PredictorScore(name=name, horizons=scores, chosen=chosen)
+    return PredictorScore(name=name, horizons=scores)
 
 
 def _horizon_score(steps: int, rows: Sequence[tuple[float, float, float]]) -> HorizonScore:
@@ -165,75 +126,3 @@ def _horizon_score(steps: int, rows: Sequence[tuple[float, float, float]]) -> Ho
         pinball90=float(np.mean([pinball(value, upper, UPPER) for value, _, upper in rows])),
         coverage90=float(np.mean([value <= upper for value, _, upper in rows])),
     )
-
-
-def score_returns(
-    events: Sequence[SessionEvent], interval_s: float, horizon_s: float
-) -> ReturnsScore | None:
-    """The return predictor's expectations every interval, against the returns that came.
-
-    `events` are in order of time. None if no full horizon follows the first interval.
-    """
-    if not events:
-        return None
-    predictor = ReturnPredictor()
-    begin, end = events[0].time, events[-1].time
-    came = _Arrivals(events)
-    rows: list[tuple[float, float, float, float, float]] = []
-    position, idle, step = 0, 0, 1
-    while (now := begin + step * interval_s) + horizon_s <= end:
-        while position < len(events) and events[position].time <= now:
-            _feed(predictor, events[position])
-            position += 1
-        expected = predictor.expected(now, horizon_s)
-        actual = came.returns(now, horizon_s)
-        naive = came.returns(now - horizon_s, horizon_s)
-        rows.append((expected.count, expected.variance, actual, naive, expected.tokens))
-        idle += predictor.idle
-        step += 1
-    if not rows:
-        return None
-    mean, variance, actual_, naive_, tokens = np.array(rows).T
-    return ReturnsScore(
-        horizon_s=horizon_s,
-        origins=len(rows),
-        idle=idle / len(rows),
-        expected=float(mean.mean()),
-        came=float(actual_.mean()),
-        mae=float(np.abs(mean - actual_).mean()),
-        naive_mae=float(np.abs(naive_ - actual_).mean()),
-        coverage90=float((actual_ <= mean + UPPER_NORMAL * np.sqrt(variance)).mean()),
-        expected_tokens=float(tokens.mean()),
-    )
-
-
-def _feed(predictor: ReturnPredictor, event: SessionEvent) -> None:
-    if event.finish is None:
-        predictor.started(event.session, event.time)
-    else:
-        predictor.finished(event.session, event.time, event.finish, event.final, event.tokens)
-
-
-class _Arrivals:
-    """The idle times that ended with a return, from the end of a request to the next's start."""
-
-    def __init__(self, events: Sequence[SessionEvent]) -> None:
-        running: dict[str, int] = {}
-        idle_since: dict[str, float] = {}
-        gaps: list[tuple[float, float]] = []
-        for event in events:
-            if event.finish is None:
-                running[event.session] = running.get(event.session, 0) + 1
-                if (since := idle_since.pop(event.session, None)) is not None:
-                    gaps.append((since, event.time))
-            else:
-                running[event.session] = max(0, running.get(event.session, 0) - 1)
-                if not running[event.session] and not event.final:
-                    idle_since[event.session] = event.time
-        columns = np.array(gaps).reshape(-1, 2)
-        self._from, self._until = columns[:, 0], columns[:, 1]
-
-    def returns(self, now: float, horizon_s: float) -> float:
-        """The sessions idle at `now` that return within the horizon."""
-        came = (self._from <= now) & (self._until > now) & (self._until <= now + horizon_s)
-        return float(came.sum())

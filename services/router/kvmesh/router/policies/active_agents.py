@@ -129,7 +129,7 @@ class ActiveAgents:
         self._use(session, agent)
         return agent
 
-    def has_along(self, agent: AgentState) -> int:
+    def active_subagents(self, agent: AgentState) -> int:
         """The number of active subagents that were admitted along with an agent."""
         active = [s for s in agent.subagents if (each := self.find(s)) is not None and each.active]
         agent.subagents = set(active)

@@ -149,7 +149,7 @@ class AgentAdmission(Kv):
             return ""
         named = parent.along or named
         first = self.agents.find(named)
-        if first is None or self.agents.has_along(first) >= MAX_SUBAGENTS:
+        if first is None or self.agents.active_subagents(first) >= MAX_SUBAGENTS:
             return ""
         first.subagents.add(request.hints.session or "")
         return named

@@ -79,7 +79,7 @@ class AdapterWaits:
             each.ticket.note = f"waited {waited_s:.2f} s until a worker had loaded {name}"
         return [each.ticket for each in due]
 
-    def take_vain(self, now: float) -> Iterator[tuple[Ticket, NoWorkers]]:
+    def take_hopeless(self, now: float) -> Iterator[tuple[Ticket, NoWorkers]]:
         """Take the tickets that have waited for long enough, or for which no worker is left."""
         adapters, longest = self._core.adapters, self._core.settings.adapter_wait_s
         hopeless = self._hopeless(now)

@@ -199,7 +199,7 @@ class PlacementQueue:
         Order loads of adapters, also for those that are loaded where the queue is long.
         """
         actions = QueueActions()
-        for ticket, error in self._adapters.take_vain(now):
+        for ticket, error in self._adapters.take_hopeless(now):
             actions.finish(ticket, error.refusal)
         if len(self._adapters) or self.core.adapters.active:
             self._order_loads(now, actions)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvmesh.bus.messages import Tokens
 
-GAP_S = 0.002  # less than a frontend's `frame_interval_s`, so no client waits for it
+GAP_S = 0.002  # less than the 5 ms of a frontend's frame, so no client waits for it
 
 
 class OutputSender:

@@ -18,7 +18,7 @@ from kvmesh.worker.engines.vllm.parking.gate import (
     WORKER_CLASS,
     ParkingGate,
 )
-from kvmesh.worker.engines.vllm.parking.waiting import TurnedAway, wait_at
+from kvmesh.worker.engines.vllm.parking.waiting import ParkingEnded, wait_at
 
 
 @pytest_asyncio.fixture
@@ -71,9 +71,9 @@ async def test_ranks_end_with_the_worker_that_parked_them(gate: ParkingGate) -> 
     waiting = rank(path)
     await gate.parked()
     await gate.close()
-    with pytest.raises(TurnedAway):
+    with pytest.raises(ParkingEnded):
         await waiting
-    with pytest.raises(TurnedAway, match="gone"):
+    with pytest.raises(ParkingEnded, match="gone"):
         await rank(path)
 
 

@@ -146,13 +146,7 @@ class ChatAnswer:
         return openai.event({**self._chunk_common, "choices": [last]})
 
     def done(self, summary: AnswerSummary) -> bytes:
-        last: dict[str, Any] = {**self._chunk_common, "choices": []}
-        if self._include_usage:
-            last["usage"] = openai.usage_object(summary.usage)
-        if summary.nvext is not None:
-            last["nvext"] = summary.nvext
-        wanted = self._include_usage or summary.nvext is not None
-        return (openai.event(last) if wanted else b"") + openai.DONE
+        return openai.ending(self._chunk_common, summary, self._include_usage)
 
     def failed(self, error: ApiError) -> bytes:
         return openai.event(openai.error_object(error)) + openai.DONE

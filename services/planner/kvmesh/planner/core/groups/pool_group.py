@@ -17,9 +17,9 @@ from kvmesh.planner.core.groups.evaluation import (
 )
 from kvmesh.planner.core.groups.past_needs import PastNeeds
 from kvmesh.planner.core.groups.planned_model import PlannedModel
+from kvmesh.planner.core.groups.reverted_scale_downs import RevertedScaleDowns
 from kvmesh.planner.core.groups.role_switches import exchangeable
 from kvmesh.planner.core.groups.sizes import grown, least_awake, shrunk, within_bounds
-from kvmesh.planner.core.groups.taken_back import TakenBack
 from kvmesh.planner.core.options import PlanOptions
 from kvmesh.planner.core.pool_view import PoolView
 from kvmesh.planner.core.pools import Pool
@@ -47,7 +47,7 @@ class PoolGroup:
         self._evaluated_at = -inf
         self._evaluated_level = 0.0
         self._evaluated_counts: Counts = ()
-        self._taken_back = TakenBack()
+        self._reverted = RevertedScaleDowns()
         self._changed_at = -inf
         self._added_at = -inf
         self._judged: tuple[FleetEvaluation, Counts] | None = None
@@ -75,7 +75,7 @@ class PoolGroup:
     def evaluate_again(self) -> None:
         """Evaluate at the next decision, as if for the first time: the promises may be others."""
         self._evaluated_at = -inf
-        self._taken_back = TakenBack()
+        self._reverted = RevertedScaleDowns()
         self._evaluator.unreachable.clear()
 
     def answered(self, question: FleetQuestion, answer: FleetAnswer, now: float) -> None:
@@ -243,7 +243,7 @@ class PoolGroup:
         return self._set(tuple(int(n == cheapest) for n in range(len(counts))), now)
 
     def _requests_wait(self, now: float) -> bool:
-        return bool(self._core.traffic.waiting or self._core.waking(now))
+        return bool(self._core.traffic.waiting or self._core.requests_without_worker(now))
 
     def _saturated(self) -> bool:
         """True if the requests that wait in routers wait for this group."""
@@ -294,7 +294,7 @@ class PoolGroup:
         if target == counts:
             return ["more workers are needed than the budget permits"]
         self._changed_at = self._added_at = now
-        self._taken_back.added(total_capacity(target, speeds), level, now)
+        self._reverted.added(total_capacity(target, speeds), level, now)
         return self._set(target, now)
 
     def _shrink(
@@ -308,12 +308,12 @@ class PoolGroup:
     ) -> list[str]:
         if now - self._changed_at < self._options.down_cooldown_s:
             return []
-        held = max(self._needs.most(), self._taken_back.least(level, now))
+        held = max(self._needs.most(), self._reverted.least(level, now))
         target = shrunk(counts, held, self._pools, found.speeds, lower, found.cold, DOWN_MARGIN)
         if target == counts:
             return []
         self._changed_at = now
-        self._taken_back.removed(total_capacity(counts, found.speeds), level, now)
+        self._reverted.removed(total_capacity(counts, found.speeds), level, now)
         return self._reduce(now, target, plan)
 
     # exchanges

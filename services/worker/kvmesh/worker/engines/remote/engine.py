@@ -65,6 +65,7 @@ from kvmesh.worker.model_folder import model_context
 
 log = logging.getLogger(__name__)
 MISSED_PROBES = 3
+CONNECT_S = 5.0  # longest wait for a connection
 LINE_BYTES = 1 << 20
 NO_CONNECTOR = "the server's metrics have no series of KvmeshConnector"
 NO_CACHED_TOKENS = "the server does not report cached tokens (--enable-prompt-tokens-details)"
@@ -111,7 +112,7 @@ class RemoteEngine(PrefetchingAdapter):
 
     async def start(self, sink: Sink) -> EngineInfo:
         headers = {"Authorization": f"Bearer {key}"} if (key := self._remote.api_key) else {}
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._remote.connect_timeout_s)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         self._http = aiohttp.ClientSession(
             headers=headers,
             timeout=timeout,
@@ -166,9 +167,7 @@ class RemoteEngine(PrefetchingAdapter):
     def _feed(self, rank: int, ledger: CacheLedger, sink: Sink) -> EventFeed:
         remote = self._remote
         replay = rank_endpoint(remote.kv_replay, rank) if remote.kv_replay else None
-        return EventFeed(
-            rank, ledger, sink, rank_endpoint(remote.kv_events, rank), replay, remote.kv_topic
-        )
+        return EventFeed(rank, ledger, sink, rank_endpoint(remote.kv_events, rank), replay)
 
     def submit(self, work: Work) -> None:
         if self._streams is None or self._http is None:

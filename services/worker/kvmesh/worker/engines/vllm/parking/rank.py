@@ -32,7 +32,7 @@ class ParkedRank(_Base):  # type: ignore[misc]  # known at run time only
     """The platform's worker; `init_device` waits until the worker of kvmesh is promoted."""
 
     def init_device(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises TurnedAway if the rank is not wanted any more."""
+        """Raises ParkingEnded if the rank is not wanted any more."""
         began = time.monotonic()
         import_ahead(self.model_config)
         record_since(StartPhase.IMPORTS, began)

@@ -14,12 +14,6 @@ from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import WeightOffer
 from kvmesh.settings.schema import WeightsSettings
 from kvmesh.transfer import Transport
-from kvmesh.weights.agent.fetching import WeightFetch
-from kvmesh.weights.agent.offers import Offers
-from kvmesh.weights.agent.own_files import OwnFiles
-from kvmesh.weights.agent.readers import DiskReader
-from kvmesh.weights.agent.search import SourceSearch
-from kvmesh.weights.agent.target import digest_on_cards, stored_manifest
 from kvmesh.weights.answer import WeightsAnswer, write_answer
 from kvmesh.weights.errors import CheckpointError, ManifestError, WeightsError, WeightsLost
 from kvmesh.weights.frames import (
@@ -33,6 +27,12 @@ from kvmesh.weights.frames import (
 )
 from kvmesh.weights.manifest import Manifest
 from kvmesh.weights.models.store_reader import StoreReader
+from kvmesh.weights.process.fetching import WeightFetch
+from kvmesh.weights.process.offers import Offers
+from kvmesh.weights.process.own_files import OwnFiles
+from kvmesh.weights.process.readers import DiskReader
+from kvmesh.weights.process.search import SourceSearch
+from kvmesh.weights.process.target import digest_on_cards, stored_manifest
 from kvmesh.weights.store import WeightStore
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.weights.stream import FetchOptions

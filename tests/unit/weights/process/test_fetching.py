@@ -11,11 +11,11 @@ from support.weights import CHUNK, make_weights
 
 from kvmesh.bus.messages import WeightOffer
 from kvmesh.transfer import TransferError
-from kvmesh.weights.agent import fetching
-from kvmesh.weights.agent.fetching import WeightFetch
-from kvmesh.weights.agent.readers import DiskReader
 from kvmesh.weights.checkpoint import checkpoint_manifest
 from kvmesh.weights.errors import CheckpointError, StoreFull, WeightsLost, WrongDigest
+from kvmesh.weights.process import fetching
+from kvmesh.weights.process.fetching import WeightFetch
+from kvmesh.weights.process.readers import DiskReader
 from kvmesh.weights.store import WeightStore
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.weights.stream import FetchOptions

@@ -13,11 +13,11 @@ from kvmesh.bus.errors import BusError, cause
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.settings.schema import WeightsSettings
 from kvmesh.transfer import Transport
-from kvmesh.weights.agent.fetching import WeightFetch
-from kvmesh.weights.agent.offers import Offers
-from kvmesh.weights.agent.search import SourceSearch
 from kvmesh.weights.errors import WeightsError, WeightsLost
 from kvmesh.weights.frames import CopyOffered, CopyReady, CopyWanted, CopyWithdrawn
+from kvmesh.weights.process.fetching import WeightFetch
+from kvmesh.weights.process.offers import Offers
+from kvmesh.weights.process.search import SourceSearch
 from kvmesh.weights.store import WeightStore
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.weights.stream import FetchOptions

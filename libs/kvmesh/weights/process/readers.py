@@ -15,9 +15,9 @@ from kvmesh.runtime.background import ended
 from kvmesh.transfer import Line, TransferError, Transport
 from kvmesh.transfer.channel import Descriptor, TransferReply
 from kvmesh.transfer.transport import decode_descriptor
-from kvmesh.weights.agent.staging import ChunkBuffers
 from kvmesh.weights.errors import CheckpointError, WrongDigest
 from kvmesh.weights.manifest import Manifest
+from kvmesh.weights.process.staging import ChunkBuffers
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")

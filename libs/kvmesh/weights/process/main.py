@@ -1,4 +1,4 @@
-"""Main program of a weights process: `python -m kvmesh.weights.agent.process`."""
+"""Main program of a weights process: `python -m kvmesh.weights.process.main`."""
 
 import asyncio
 import logging
@@ -26,11 +26,6 @@ from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings import Settings, load
 from kvmesh.transfer import SendingPace, TransferError, Transport
-from kvmesh.weights.agent.copies import CopyTaker
-from kvmesh.weights.agent.offers import Offers
-from kvmesh.weights.agent.other_copies import OtherCopies
-from kvmesh.weights.agent.own_files import OwnFiles
-from kvmesh.weights.agent.serving_guard import ServingGuard
 from kvmesh.weights.errors import WeightsError
 from kvmesh.weights.frames import (
     CopyOffered,
@@ -47,6 +42,11 @@ from kvmesh.weights.frames import (
     read_frame,
 )
 from kvmesh.weights.models.former import remove_regularly
+from kvmesh.weights.process.copies import CopyTaker
+from kvmesh.weights.process.offers import Offers
+from kvmesh.weights.process.other_copies import OtherCopies
+from kvmesh.weights.process.own_files import OwnFiles
+from kvmesh.weights.process.serving_guard import ServingGuard
 
 log = logging.getLogger(__name__)
 NICE_FETCHING, NICE_SERVING = 10, 19
@@ -55,7 +55,7 @@ COUNTS_S = 1.0
 SWEEP_S = 60.0
 
 
-class WeightsAgent:
+class WeightsProcess:
     """Everything that a weights process does for one worker."""
 
     def __init__(self, job: WeightsJob, settings: Settings, sink: BinaryIO) -> None:
@@ -164,7 +164,7 @@ def main() -> None:
         raise SystemExit("the first message is not a job")
     settings = load(None, job.env, {})
     logs.configure(settings.log, f"{job.name} weights")
-    status = uvloop.run(_main(WeightsAgent(job, settings, sink), source))
+    status = uvloop.run(_main(WeightsProcess(job, settings, sink), source))
     logging.shutdown()
     os._exit(status)  # a thread that hangs in a disk must not delay the end
 
@@ -181,10 +181,10 @@ async def _add_nixl(transport: Transport, offers: Offers) -> None:
     await offers.nixl_runs()
 
 
-async def _main(agent: WeightsAgent, source: BinaryIO) -> int:
-    running = asyncio.create_task(agent.run())
+async def _main(weights: WeightsProcess, source: BinaryIO) -> int:
+    running = asyncio.create_task(weights.run())
     loop = asyncio.get_running_loop()
-    threading.Thread(target=_listen, args=(source, loop, agent, running), daemon=True).start()
+    threading.Thread(target=_listen, args=(source, loop, weights, running), daemon=True).start()
     try:
         await running
     except asyncio.CancelledError:
@@ -198,14 +198,14 @@ async def _main(agent: WeightsAgent, source: BinaryIO) -> int:
 def _listen(
     source: BinaryIO,
     loop: asyncio.AbstractEventLoop,
-    agent: WeightsAgent,
+    weights: WeightsProcess,
     running: "asyncio.Task[None]",
 ) -> None:
     """Pass on the parent's messages, and end with it."""
     with suppress(RuntimeError):  # the loop has ended
         try:
             while (body := read_frame(source)) is not None:
-                loop.call_soon_threadsafe(agent.handle, decode_parent_message(body))
+                loop.call_soon_threadsafe(weights.handle, decode_parent_message(body))
         except (msgspec.MsgspecError, ValueError, OSError) as error:
             log.warning("the parent sends nonsense: %s", error)
         loop.call_soon_threadsafe(running.cancel)

@@ -11,10 +11,10 @@ from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import WeightOffer
 from kvmesh.runtime.background import ended
 from kvmesh.transfer import TransferError, Transport
-from kvmesh.weights.agent.readers import LINES, ChunkReader, SourceReader
-from kvmesh.weights.agent.staging import ChunkBuffers
 from kvmesh.weights.errors import StoreFull, WeightsLost, WrongDigest
 from kvmesh.weights.frames import DISK, STORE
+from kvmesh.weights.process.readers import LINES, ChunkReader, SourceReader
+from kvmesh.weights.process.staging import ChunkBuffers
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.weights.stream import ChunkRequest, Failure, FetchOptions, StreamPlan
 

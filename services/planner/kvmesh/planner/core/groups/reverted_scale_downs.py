@@ -1,4 +1,4 @@
-"""Removals of workers that were taken back soon after: none is tried again for a while."""
+"""Scale-downs that were reverted within ten minutes: the planner repeats none for half an hour."""
 
 from math import inf
 
@@ -7,8 +7,8 @@ REMEMBERED_S = 1800.0
 SAME = 0.1  # change of the load that makes it another one
 
 
-class TakenBack:
-    """The latest removal of a group, and the capacity that it turned out to need.
+class RevertedScaleDowns:
+    """The latest scale-down of a group, and the capacity that it turned out to need.
 
     Capacities are in workers of the fastest pool, loads in arrivals per second.
     """

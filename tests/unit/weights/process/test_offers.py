@@ -1,7 +1,7 @@
 """Replies to queries for weights."""
 
-from kvmesh.weights.agent.offers import draw
-from kvmesh.weights.agent.search import SHARES
+from kvmesh.weights.process.offers import draw
+from kvmesh.weights.process.search import SHARES
 
 
 def test_each_share_has_its_part_of_the_workers() -> None:

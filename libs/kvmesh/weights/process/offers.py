@@ -14,8 +14,8 @@ from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import MessageDecoder, WeightOffer, WeightQuery
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.transfer import Grant, LentBytes, LentFile, TransferError, Transport
-from kvmesh.weights.agent.manifests import ManifestStore
 from kvmesh.weights.manifest import Manifest
+from kvmesh.weights.process.manifests import ManifestStore
 from kvmesh.weights.stored_copy import HELD, StoredCopy
 
 log = logging.getLogger(__name__)

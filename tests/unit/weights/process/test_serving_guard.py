@@ -3,8 +3,8 @@
 import random
 from collections.abc import Callable
 
-from kvmesh.weights.agent.serving_guard import KV_S, LEAST_RATE, ServingGuard
 from kvmesh.weights.frames import ServingReport
+from kvmesh.weights.process.serving_guard import KV_S, LEAST_RATE, ServingGuard
 
 LINK = 1e9
 STEP_S = 0.25

@@ -9,7 +9,6 @@ from blake3 import blake3
 from msgspec import Struct
 
 from kvmesh.bus.errors import BusError, cause
-from kvmesh.weights.agent.offers import Offers
 from kvmesh.weights.checkpoint import (
     INDEX,
     cache_folder,
@@ -20,6 +19,7 @@ from kvmesh.weights.checkpoint import (
 from kvmesh.weights.errors import CheckpointError, WeightsError
 from kvmesh.weights.frames import WeightsJob, WeightsKnown
 from kvmesh.weights.manifest import Manifest
+from kvmesh.weights.process.offers import Offers
 
 log = logging.getLogger(__name__)
 MOST_COMPARED = 8  # files whose beginnings are compared
