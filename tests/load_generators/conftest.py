@@ -28,13 +28,16 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Up]:
     up.close()
 
 
-async def run(program: Path, *arguments: str, folder: Path) -> str:
-    """Run a load generator in `folder`; returns its output, or fails with it."""
+async def run(program: Path, *arguments: str, folder: Path, **variables: str) -> str:
+    """Run a load generator in `folder`, with `variables` of its environment.
+
+    Returns its output, or fails with it.
+    """
     process = await asyncio.create_subprocess_exec(
         program,
         *arguments,
         cwd=folder,
-        env={**os.environ, "OPENAI_API_KEY": "none"},
+        env={**os.environ, "OPENAI_API_KEY": "none", **variables},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

@@ -25,9 +25,13 @@ serve.main(parser.parse_args())
 
 @pytest.mark.parametrize(
     ("backend", "path"),
-    [("openai-chat", "/v1/chat/completions"), ("openai", "/v1/completions")],
+    [
+        ("openai-chat", "/v1/chat/completions"),
+        ("openai", "/v1/completions"),
+        ("openai-responses", "/v1/responses"),
+    ],
 )
-async def test_both_apis_are_measured_without_an_error(
+async def test_every_api_is_measured_without_an_error(
     mesh: Up, tmp_path: Path, backend: str, path: str
 ) -> None:
     async with Tap().listening(mesh.options) as tap:

@@ -41,11 +41,15 @@ def write_for(
         usage = _joined("trace format mooncake", other and f"trace block size {other}")
     elif target == "guidellm":
         losses = write_timed(workload, file, size)
-        usage = _joined("data of kind mooncake", other and f"hash_id_block_size={other}")
+        usage = _joined(
+            "guidellm run --profile kind=replay, data of kind mooncake",
+            other and f"hash_id_block_size={other}",
+        )
     else:
         losses = write_timed(workload, file, size)
         usage = _joined(
-            "vllm bench serve --dataset-name timed_trace",
+            "vllm bench serve --backend openai --dataset-name timed_trace",
+            f"--num-prompts {len(workload)}",  # else 1000
             other and f"--timed-trace-chunk-hash-size {other}",
         )
     return [*losses, *lost(workload, held)], usage
