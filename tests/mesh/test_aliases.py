@@ -13,7 +13,7 @@ from support.up import Up
 from support.wait import PATIENCE_S, eventually
 
 SESSIONS = [f"session-{number}" for number in range(24)]
-BODY = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}]}
+BODY: dict[str, object] = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}]}
 
 
 @pytest.fixture(scope="module")
