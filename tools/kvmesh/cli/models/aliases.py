@@ -78,8 +78,10 @@ def _target(text: str) -> AliasTarget:
 async def set_alias(bus: Bus, alias: ModelAlias, served: Iterable[str]) -> int:
     """Store an alias; warns of models that nobody serves."""
     present = (await _stored(bus)).get(alias.name)
-    before = present.targets if present is not None else []
-    await _store(bus, msgspec.structs.replace(alias, before=before))
+    if present is None:
+        await _store(bus, alias)
+    elif present.targets != alias.targets:  # to set the same again leaves the way back
+        await _store(bus, msgspec.structs.replace(alias, before=present.targets))
     for target in alias.targets:
         if target.model not in served:
             print(f"kvmesh model: nobody serves {target.model} now", file=sys.stderr)

@@ -74,16 +74,22 @@ class FurtherEngines:
         )
 
     async def start(self, files: str) -> None:
-        """Join the mesh; `files` is the digest of the model's files, which are published."""
+        """Join the mesh; `files` is the digest of the model's files, which are published.
+
+        Raises the first error of `WorkerNode.start`.
+        """
         places = asyncio.Semaphore(STARTS)
 
         async def join(node: WorkerNode) -> None:
             async with places:
                 await node.start(files)
 
-        async with asyncio.TaskGroup() as group:
-            for node in self.nodes.values():
-                group.create_task(join(node))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for node in self.nodes.values():
+                    group.create_task(join(node))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
         if self.nodes:
             log.info("%d further engines serve in this process", len(self.nodes))
 
