@@ -8,10 +8,13 @@ set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-for tool in aiperf==0.13.0 guidellm==0.8.1 ai-dynamo==1.6.1; do
-    python3 -m venv "${tool%%==*}"
-    "${tool%%==*}/bin/pip" install --quiet "$tool"
+for tool in aiperf guidellm ai-dynamo; do
+    python3 -m venv "$tool"
 done
+aiperf/bin/pip install --quiet aiperf==0.13.0
+guidellm/bin/pip install --quiet guidellm==0.8.1
+ai-dynamo/bin/pip install --quiet --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
+ai-dynamo/bin/pip install --quiet pydantic uvloop
 cat > read_guidellm.py <<'EOF'
 import json
 
