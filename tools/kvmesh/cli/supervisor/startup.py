@@ -136,7 +136,7 @@ class StartupGuide:
         ports = enumerate(frontend_ports(self._settings)) if serves else ()
         checks = [(f"frontend-{number}", host, port) for number, port in ports]
         if self._settings.up.dashboard:
-            checks.append(("dashboard", ready.reachable(own.host), own.port))
+            checks.append(("dashboard-0", ready.reachable(own.host), own.port))
         return checks
 
     async def _is_keyless(self, view: "MeshView") -> bool:
