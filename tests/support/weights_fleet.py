@@ -189,7 +189,7 @@ class Fleet:
         """Let the model's oldest worker state the digest of its weights; it serves none."""
         model = ModelCard(name="m", context=9, block_size=9, files="", weights=digest)
         card = Instance(
-            instance="oldest", role=Role.WORKER, name="", version="", started=0.0, model=model
+            instance="oldest", role=Role.WORKER, name="oldest", version="", started=0.0, model=model
         )
         lease = Lease(self._bus, card, limits)
         await lease.open()
