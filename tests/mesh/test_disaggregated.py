@@ -100,7 +100,8 @@ async def test_only_long_prompts_are_prefilled_on_the_prefill_worker(mesh: Mesh)
 
 
 async def test_no_request_is_lost_when_the_prefill_worker_is_killed(mesh: Mesh) -> None:
-    begin(mesh, KVMESH_MOCK_SPEEDUP="0.005")
+    # a step computes one prompt, so that others wait, however they arrive
+    begin(mesh, KVMESH_MOCK_SPEEDUP="0.005", KVMESH_MOCK_MAX_BATCHED_TOKENS="256")
     await mesh.ready()
     await workers(mesh, 2)
     pending = [asyncio.create_task(complete(mesh, f"{i} {LONG}", tokens=2)) for i in range(6)]
@@ -109,7 +110,7 @@ async def test_no_request_is_lost_when_the_prefill_worker_is_killed(mesh: Mesh) 
     mesh.kill("prefill-0")
     answers = await asyncio.gather(*pending)
     assert all(answer["usage"]["completion_tokens"] == 2 for answer in answers)
-    lost = prefills(mesh, "lost") + prefills(mesh, "gone") + prefills(mesh, "silent")
+    lost = sum(prefills(mesh, result) for result in ("lost", "gone", "silent", "absent"))
     assert lost + prefills(mesh, "done") == mesh.metric("kvmesh_frontend_prefills_total")
     assert lost
     assert "did not compute the prompt of" in mesh.logs()
