@@ -12,12 +12,14 @@ from support.wait import eventually
 import kvmesh
 from kvmesh.bus.client import Bus, BusOptions, Reply
 from kvmesh.bus.messages import (
+    Chunk,
     Hints,
     Load,
     MessageDecoder,
     Placement,
     Retain,
     Sampling,
+    StepOutput,
     Work,
     WorkReply,
 )
@@ -174,6 +176,24 @@ async def test_work_keeps_the_terms_of_its_request(
             assert (work.tenant, work.ephemeral) == ("t", True)
             assert work.retention == [Retain(0, 100, 90)]
             assert work.decode == Retain(0, priority=1)
+
+
+async def test_only_the_asked_worker_writes_an_answer_and_no_more_than_asked(
+    bus: Bus, options: BusOptions, limits: StreamLimits
+) -> None:
+    async with running_workers(bus, limits, "a", "b"), KvRouter.connect("m", options) as router:
+
+        async def serve(work: Work, reply: Reply) -> None:
+            reply(WorkReply(status="accepted"))
+            out = bus.subjects.out(work.frontend)
+            bus.post(out, StepOutput("b", [Chunk(work.request, 0, [666])]))
+            bus.post(out, StepOutput("a", [Chunk(work.request, 0, [1, 2, 3, 4])]))
+
+        await bus.serve(bus.subjects.work("a"), MessageDecoder(Work), serve)
+        sampling = Sampling(max_tokens=3)
+        answer = [part async for part in router.generate(PROMPT, worker_id="a", sampling=sampling)]
+        assert [token for part in answer for token in part["token_ids"]] == [1, 2, 3]
+        assert answer[-1]["finish_reason"] == "length"
 
 
 async def test_a_caller_that_stops_iterating_stops_the_engine(mesh: Mesh) -> None:

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from time import monotonic
 from typing import NamedTuple, TypedDict
 
@@ -211,11 +211,11 @@ class KvRouter:
             raise InvalidRouteRequest(f"this router places prompts of {self._router.model} only")
         hints = hints or Hints()
         sampling = sampling or Sampling(max_tokens=max(self._context() - len(token_ids), 1))
-        name = f"{self._service.name}-{secrets.token_hex(8)}"
         generated: list[int] = []
         lost: list[str] = []
         while True:
-            request_id = f"{name}.{len(lost)}" if lost else name
+            # no name follows from that of another attempt, whose worker knows it
+            request_id = f"{self._service.name}-{secrets.token_hex(8)}"
             prompt = [*token_ids, *generated]
             if lost:
                 worker_id = dp_rank = None
@@ -249,17 +249,19 @@ class KvRouter:
                 decode=decode_retention,
             )
             try:
-                async for chunk in generate(self._service.bus, worker.worker_id, work, timeout):
-                    if chunk.tokens and len(generated) == work.generated:
-                        await self.mark_prefill_complete(request_id)
-                    generated += chunk.tokens
-                    yield GeneratedTokens(token_ids=chunk.tokens, finish_reason=chunk.finish)
+                answer = generate(self._service.bus, worker.worker_id, work, timeout)
+                async with aclosing(answer) as chunks:
+                    async for chunk in chunks:
+                        if chunk.tokens and len(generated) == work.generated:
+                            await self.mark_prefill_complete(request_id)
+                        generated += chunk.tokens
+                        yield GeneratedTokens(token_ids=chunk.tokens, finish_reason=chunk.finish)
                 return
             except GenerationError as error:
                 lost.append(worker.worker_id)
                 if error.invalid or len(lost) > MIGRATIONS:
                     raise
-                log.warning("request %s moves after %d tokens: %s", name, len(generated), error)
+                log.warning("%s moves after %d tokens: %s", request_id, len(generated), error)
             finally:
                 await self.free(request_id)
             if len(generated) >= sampling.max_tokens:

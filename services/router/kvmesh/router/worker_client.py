@@ -1,7 +1,8 @@
 """Client of one worker for one prompt, without a frontend's migration and prompt deltas."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 from msgspec.structs import replace
 
@@ -18,6 +19,7 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.router.errors import RouterError
 
+log = logging.getLogger(__name__)
 OFFER_TIMEOUT_S = 5.0  # longer than a frontend's: no other worker is tried
 RESEND_S = 1.0
 MAX_CHUNKS = 4096
@@ -46,7 +48,7 @@ def pack(token_ids: Sequence[int]) -> bytes:
         raise ValueError(f"not a token id: {error}") from error
 
 
-async def generate(bus: Bus, instance: str, work: Work, silence: float) -> AsyncIterator[Chunk]:
+async def generate(bus: Bus, instance: str, work: Work, silence: float) -> AsyncGenerator[Chunk]:
     """Yield the chunks of `work` in order, each with new tokens or the finish reason.
 
     Raises GenerationError if the worker refuses, fails, or is silent for `silence` seconds.
@@ -54,6 +56,8 @@ async def generate(bus: Bus, instance: str, work: Work, silence: float) -> Async
     chunks: asyncio.Queue[Chunk] = asyncio.Queue(MAX_CHUNKS)
 
     async def receive(step: StepOutput) -> None:
+        if step.instance != instance:  # another worker has no part in this answer
+            return
         for chunk in step.chunks:
             if chunk.request == work.request and not chunks.full():  # a gap is requested again
                 chunks.put_nowait(chunk)
@@ -86,7 +90,7 @@ async def _in_order(
     bus: Bus, instance: str, work: Work, chunks: "asyncio.Queue[Chunk]", silence: float
 ) -> AsyncIterator[Chunk]:
     """Yield new tokens by offset: drop repeated ones and request missing ones."""
-    received, silent_s = work.generated, 0.0
+    received, limit, silent_s = work.generated, work.sampling.max_tokens, 0.0
     while True:
         try:
             async with asyncio.timeout(RESEND_S):
@@ -103,6 +107,11 @@ async def _in_order(
         silent_s = 0.0
         fresh = chunk.tokens[received - chunk.offset :]
         received += len(fresh)
+        if received > limit:
+            log.warning("%s sent more than %d tokens of %s", instance, limit, work.request)
+            bus.post(bus.subjects.ctl(instance), Cancel(work.request))
+            yield replace(chunk, tokens=fresh[: len(fresh) - received + limit], finish="length")
+            return
         if chunk.error is not None or chunk.finish == "abort":
             invalid = chunk.invalid or chunk.finish == "error"
             raise GenerationError(instance, chunk.error or "the engine aborted", invalid)
