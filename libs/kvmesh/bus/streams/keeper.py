@@ -36,6 +36,9 @@ from kvmesh.bus.ticks import next_tick
 
 log = logging.getLogger(__name__)
 CHECK_S = 10.0
+# Checks from one look at all streams to the next, as each look is a call for each stream: by those
+# that tell of losses, and by others
+CHECKS_PER_LOOK, OTHERS_CHECKS = 2, 6
 READERS_PER_LOOK = 16  # of a stream: the more processes there are, the more seldom each looks
 SETTLE_S = 1.0
 PASS_S = 10.0
@@ -236,7 +239,8 @@ class StreamKeeper:
         if missing or self._looks_due <= 0:
             # together: each alone would wake this process and the server
             await asyncio.gather(*(self._look(name) for name in self._bus.specs))
-            self._looks_due = 1 if self._tells else self._readers // READERS_PER_LOOK
+            seldom = max(OTHERS_CHECKS, self._readers // READERS_PER_LOOK)
+            self._looks_due = CHECKS_PER_LOOK if self._tells else seldom
 
     async def _found(self) -> set[str]:
         """Those of the expected streams that the server has."""

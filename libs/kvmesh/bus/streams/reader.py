@@ -39,8 +39,8 @@ from kvmesh.bus.streams.identity import is_rewound
 from kvmesh.bus.ticks import next_tick
 
 log = logging.getLogger(__name__)
-HEARTBEAT_S = 1.0
-SILENCE_S = 3 * HEARTBEAT_S
+HEARTBEAT_S = 2.0  # each one wakes the server and this process
+SILENCE_S = 2.5 * HEARTBEAT_S
 ATTEMPTS = 3  # to attach to a stream that is recreated meanwhile
 SETTLED_S = 10.0  # a consumer that lives this long ends a series of attempts
 STALLED_S = 5.0  # of heartbeats, while messages wait that the consumer does not deliver

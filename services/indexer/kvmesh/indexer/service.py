@@ -32,7 +32,7 @@ from kvmesh.runtime.warnings import publish_warnings
 
 log = logging.getLogger(__name__)
 _replies = MessageDecoder(ControlReply)
-TICK_S, REST_S = 0.05, 0.25  # while ranks are unknown, otherwise
+TICK_S, REST_S = 0.05, 0.5  # while ranks are unknown, otherwise
 SWEEP_S = 1.0
 CAPACITY_CHECK_S = 10.0
 DUMP_TIMEOUT_S = 1.0

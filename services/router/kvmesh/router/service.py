@@ -56,7 +56,7 @@ from kvmesh.runtime.warnings import publish_warnings
 from kvmesh.settings.schema import Settings
 
 log = logging.getLogger(__name__)
-TICK_S, REST_S = 0.1, 0.25  # while a model has requests, otherwise
+TICK_S, REST_S = 0.1, 0.5  # while a model has requests, otherwise
 SWEEP_S = 1.0
 RETURNS_HISTORY_S = 900.0  # of the decision stream, from which returns are learned at start
 SPEEDS_HISTORY_S = 60.0  # likewise the length of answers
