@@ -8,7 +8,7 @@ explores as LinUCB does (Li et al., 2010).
 from random import Random
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from kvmesh.bus.messages import Decision, Outcome
 from kvmesh.router.policies.base import Policy
@@ -53,7 +53,7 @@ class LearnsTtft(Policy):
             self._placed.clear()
 
 
-def _features(computed: object, prefill: object, decode: object) -> NDArray[np.float64]:
+def _features(computed: ArrayLike, prefill: ArrayLike, decode: ArrayLike) -> NDArray[np.float64]:
     """1, and in thousands of blocks: to compute, to compute before, and held while decoding."""
     columns = np.broadcast_arrays(np.float64(BLOCKS), computed, prefill, decode)
     return np.stack(columns, -1) / BLOCKS

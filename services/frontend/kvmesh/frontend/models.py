@@ -35,6 +35,7 @@ from kvmesh.frontend.aliases.choice import choose_target, main_target
 from kvmesh.frontend.conversation import Generated, GenerateRequest
 from kvmesh.frontend.dialects.errors import DialectError
 from kvmesh.frontend.dialects.output import choose_grammar
+from kvmesh.frontend.dialects.own_grammar import own_grammar
 from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
 from kvmesh.frontend.dialects.templates.control_tokens import LONGEST, ControlTokens
 from kvmesh.frontend.dialects.templates.model_files import architectures
@@ -72,6 +73,7 @@ class Dialect:
             architectures=architectures(files),
             tool_parser=card.tool_parser,
             reasoning_parser=card.reasoning_parser,
+            own=own_grammar(files),
         )
         hidden = self._hidden()
         self.token_texts = TokenTexts(self.tokenizer, hidden)

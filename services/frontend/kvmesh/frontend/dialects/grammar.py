@@ -9,7 +9,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 
-class JsonObjects(Struct, frozen=True):
+class JsonObjects(Struct, frozen=True, tag=True, omit_defaults=True):
     """`{"name": …, "arguments": {…}}`, alone, in a list, or several in sequence.
 
     `bare`: a section may begin without a marker at the start of the output. `open` and `close`
@@ -23,15 +23,15 @@ class JsonObjects(Struct, frozen=True):
     close: tuple[str, ...] = ()
 
 
-class NameKeys(Struct, frozen=True):
+class NameKeys(Struct, frozen=True, tag=True, omit_defaults=True):
     """`{"NAME": {…}}`, alone or in a list: the name is the key of the arguments."""
 
 
-class Arguments(Struct, frozen=True):
+class Arguments(Struct, frozen=True, tag=True, omit_defaults=True):
     """The arguments alone, as a JSON object; the header of its channel names the function."""
 
 
-class NamedJson(Struct, frozen=True):
+class NamedJson(Struct, frozen=True, tag=True, omit_defaults=True):
     """A name, then the arguments as a JSON object: `open` NAME `between` {…} `close`.
 
     `open` is required; `before` (between `open` and NAME), `between` and `close` are optional.
@@ -48,7 +48,7 @@ class NamedJson(Struct, frozen=True):
     name: str = r"(.+)"
 
 
-class Tagged(Struct, frozen=True):
+class Tagged(Struct, frozen=True, tag=True, omit_defaults=True):
     """One tag per call and per argument.
 
     `open` NAME `open_end` (`key` NAME `key_end` VALUE `value_end`)… `close`
@@ -77,7 +77,7 @@ class Tagged(Struct, frozen=True):
     escaped: bool = False
 
 
-class Elements(Struct, frozen=True):
+class Elements(Struct, frozen=True, tag=True, omit_defaults=True):
     """One element per call and per argument, and nested ones for objects and lists.
 
     `open` NAME `open_end` (`mark`<KEY>VALUE`mark`</KEY>)… `close`
@@ -92,13 +92,13 @@ class Elements(Struct, frozen=True):
     item: str = "item"
 
 
-class Pythonic(Struct, frozen=True):
+class Pythonic(Struct, frozen=True, tag=True, omit_defaults=True):
     """`[name(key=value, …), …]` in Python's syntax; `bare` as in `JsonObjects`."""
 
     bare: bool = True
 
 
-class KeyedLiterals(Struct, frozen=True):
+class KeyedLiterals(Struct, frozen=True, tag=True, omit_defaults=True):
     """`open` NAME{key:value,…}, with strings between two `quote` and keys without quotes."""
 
     open: tuple[str, ...]
@@ -110,7 +110,7 @@ CallForm: TypeAlias = (
 )
 
 
-class Frame(Struct, frozen=True):
+class Frame(Struct, frozen=True, omit_defaults=True):
     """Markers around visible text, which are not part of it.
 
     `open` counts at the start of a text, `close` where the output, or a call, follows it.
@@ -120,7 +120,7 @@ class Frame(Struct, frozen=True):
     close: tuple[str, ...] = ()
 
 
-class ToolCallGrammar(Struct, frozen=True):
+class ToolCallGrammar(Struct, frozen=True, omit_defaults=True):
     """The tool-call grammar of a family; a call has the first of `forms` that matches."""
 
     forms: tuple[CallForm, ...]
@@ -147,7 +147,7 @@ class ToolCallGrammar(Struct, frozen=True):
         return characters
 
 
-class ReasoningGrammar(Struct, frozen=True):
+class ReasoningGrammar(Struct, frozen=True, omit_defaults=True):
     """The thinking grammar of a family.
 
     `forced`: the output begins with thinking unless the prompt has closed it. `calls_end_it`: a
@@ -159,6 +159,13 @@ class ReasoningGrammar(Struct, frozen=True):
     forced: bool = False
     calls_end_it: bool = False
     frame: Frame = Frame()
+
+
+class OwnGrammar(Struct, frozen=True, omit_defaults=True):
+    """The grammar in a model's own folder: of its calls, of its thinking, or of both."""
+
+    tool_calls: ToolCallGrammar | None = None
+    reasoning: ReasoningGrammar | None = None
 
 
 class ChannelGrammar(Struct, frozen=True):

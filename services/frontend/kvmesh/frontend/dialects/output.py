@@ -20,7 +20,12 @@ from kvmesh.frontend.dialects.families import (
     by_name,
     by_template,
 )
-from kvmesh.frontend.dialects.grammar import ChannelGrammar, ReasoningGrammar, ToolCallGrammar
+from kvmesh.frontend.dialects.grammar import (
+    ChannelGrammar,
+    OwnGrammar,
+    ReasoningGrammar,
+    ToolCallGrammar,
+)
 from kvmesh.frontend.dialects.parsing import harmony
 from kvmesh.frontend.dialects.parsing.channels import ChannelParser
 from kvmesh.frontend.dialects.parsing.parser import GrammarParser
@@ -29,6 +34,7 @@ from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
 
 HARMONY = "harmony"
 NONE = "none"
+OWN = "own"  # the grammar in the model's folder
 # "opened" by the prompt; "expected", if the model always thinks; "possible", if it may open it
 Thoughts: TypeAlias = Literal["none", "possible", "expected", "opened"]
 
@@ -67,10 +73,14 @@ def call_id() -> str:
 
 
 class OutputGrammar(Struct, frozen=True):
-    """The grammar of a model's output, as names of parsers; None: everything is text."""
+    """The grammar of a model's output, as names of parsers; None: everything is text.
+
+    The name OWN stands for the parts of `own`.
+    """
 
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    own: OwnGrammar = OwnGrammar()
 
     @property
     def harmony(self) -> bool:
@@ -78,10 +88,14 @@ class OutputGrammar(Struct, frozen=True):
 
     @property
     def calls(self) -> ToolCallGrammar | None:
+        if self.tool_parser == OWN:
+            return self.own.tool_calls
         return TOOL_PARSERS.get(self.tool_parser or "")
 
     @property
     def reasoning(self) -> ReasoningGrammar | None:
+        if self.reasoning_parser == OWN:
+            return self.own.reasoning
         return REASONING_PARSERS.get(self.reasoning_parser or "")
 
     def parser(
@@ -163,8 +177,11 @@ def choose_grammar(
     architectures: Iterable[str] = (),
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
+    own: OwnGrammar | None = None,
 ) -> OutputGrammar:
     """The grammar of a model: as configured, else by its chat template, architectures or name.
+
+    `own` is the grammar in its folder, of which the name "own" stands for either part.
 
     Calls and thinking that the template writes are read back: parsers that read more of them than
     the detected ones replace those.
@@ -178,17 +195,20 @@ def choose_grammar(
         tool, reasoning = detected[0] or tool, detected[1]
     if template is not None and template.plain_parser:
         tool = template.plain_parser
-    given = _resolve("tool-call", tool_parser, TOOL_PARSERS, TOOL_ALIASES)
+    own = own or OwnGrammar()
+    parsers = TOOL_PARSERS | ({OWN: own.tool_calls} if own.tool_calls else {})
+    given = _resolve("tool-call", tool_parser, parsers, TOOL_ALIASES)
     if given != AUTO:
         tool = None if given == NONE else given
     elif template is not None:
         tool = _that_reads_calls(template, tool, reasoning)
-    given = _resolve("reasoning", reasoning_parser, REASONING_PARSERS, REASONING_ALIASES)
+    thoughts = REASONING_PARSERS | ({OWN: own.reasoning} if own.reasoning else {})
+    given = _resolve("reasoning", reasoning_parser, thoughts, REASONING_ALIASES)
     if given != AUTO:
         reasoning = None if given == NONE else given
     elif template is not None:
         reasoning = _that_reads_thinking(template, tool, reasoning)
-    return OutputGrammar(tool, reasoning)
+    return OutputGrammar(tool, reasoning, own)
 
 
 def _that_reads_calls(

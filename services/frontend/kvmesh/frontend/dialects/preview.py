@@ -20,7 +20,12 @@ def preview_output(name: str, text: str, tools: list[Tool] | None = None) -> str
     If a tool-call and a reasoning parser share the name, both apply; a tool-call parser alone is
     combined with `basic` reasoning. `tools` type the arguments. Raises UnknownParser.
     """
-    parser = _grammar(name).parser(tools or [], eager=False, new_id=lambda: "")
+    return shown(_grammar(name), text, tools)
+
+
+def shown(grammar: OutputGrammar, text: str, tools: list[Tool] | None = None) -> str:
+    """The output `text` as `grammar` splits it, as `preview_output` shows it."""
+    parser = grammar.parser(tools or [], eager=False, new_id=lambda: "")
     return "\n\n".join(_part(piece) for piece in merge_deltas(parser.feed(text) + parser.finish()))
 
 

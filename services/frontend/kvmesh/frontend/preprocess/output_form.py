@@ -224,7 +224,8 @@ class OutputForm(Struct, frozen=True, kw_only=True):
         """The parser of the text that `split` separates from thinking."""
         if not self.tools:
             return split
-        own = OutputGrammar(self.grammar.tool_parser).parser(self.tools, eager=eager)
+        calls = msgspec.structs.replace(self.grammar, reasoning_parser=None)
+        own = calls.parser(self.tools, eager=eager)
         if self.calls == "required":
             return ConstrainedParser(split, [self._required_reading(eager)], own)
         bare = self.grammar.calls.bare if self.grammar.calls is not None else ""

@@ -36,7 +36,13 @@ from kvmesh.frontend.dialects.templates.frame_probe import (
 )
 from kvmesh.frontend.dialects.templates.tool_entries import ToolEntries
 from kvmesh.frontend.dialects.templates.variants import PROBE_DAY, TemplateVariants
-from kvmesh.frontend.dialects.templates.written_calls import WrittenCall, written_calls
+from kvmesh.frontend.dialects.templates.written_calls import (
+    WrittenCall,
+    after_answer,
+    between_results,
+    written_calls,
+    written_turn,
+)
 
 DOCUMENTS = "documents"  # the variable that holds texts of others
 ATTEMPTS = 2  # to show answers as they were generated
@@ -188,6 +194,20 @@ class ChatTemplate:
         if not self._templates or self.plain_parser or self._select(True).default.calls is None:
             return []
         return written_calls(self._render, PROBE_DAY)
+
+    def written_turn(self, calls: list[dict[str, str]], thinking: str = "") -> WrittenCall | None:
+        """A turn with these calls of the sample tool; None if the template refuses it."""
+        return written_turn(self._render, PROBE_DAY, calls, thinking)
+
+    @property
+    def after_answer(self) -> str:
+        """The text behind an answer without calls."""
+        return after_answer(self._render, PROBE_DAY)
+
+    @property
+    def between_results(self) -> str:
+        """The text between the results of two calls."""
+        return between_results(self._render, PROBE_DAY)
 
     def drops_thinking(self, request: GenerateRequest) -> bool:
         """True if prompts of later turns lack thinking that the current turn shows."""

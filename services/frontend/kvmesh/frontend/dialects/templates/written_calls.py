@@ -25,6 +25,9 @@ _KINDS = {name: {"type": "string"} for name in ARGUMENTS}
 TOOL = Tool(NAME, "", {"type": "object", "properties": _KINDS})
 _RESULT = "sample result"
 _ASKED = Message("user", [Text("sample question")])
+_REQUEST = GenerateRequest(
+    id="", model="", sampling=Sampling(max_tokens=0), messages=[_ASKED], tools=[TOOL]
+)
 
 
 class WrittenCall(NamedTuple):
@@ -42,30 +45,52 @@ class WrittenCall(NamedTuple):
 def written_calls(render: RenderProbe, today: datetime.date) -> list[WrittenCall]:
     """Turns that call `TOOL`: without arguments, with ARGUMENTS, and with thinking, if shown."""
     found = (
-        _written(render, today, arguments, thinking)
+        written_turn(render, today, [arguments], thinking)
         for arguments, thinking in (({}, ""), (ARGUMENTS, ""), (ARGUMENTS, THOUGHT))
     )
     return [written for written in found if written is not None]
 
 
-def _written(
-    render: RenderProbe, today: datetime.date, arguments: dict[str, str], thinking: str
+def written_turn(
+    render: RenderProbe, today: datetime.date, calls: list[dict[str, str]], thinking: str = ""
 ) -> WrittenCall | None:
-    call = ToolCall("sample", NAME, json.dumps(arguments))
-    turn: list[Block] = [Thinking(thinking), call] if thinking else [call]
-    request = GenerateRequest(
-        id="", model="", sampling=Sampling(max_tokens=0), messages=[_ASKED], tools=[TOOL]
-    )
-    back = Message("tool", [ToolResult("sample", [Text(_RESULT)])])
+    """A turn that calls `TOOL` with each of these arguments; None if the template refuses it."""
+    made = [
+        ToolCall(f"sample{number}", NAME, json.dumps(each)) for number, each in enumerate(calls)
+    ]
+    turn: list[Block] = [*([Thinking(thinking)] if thinking else []), *made]
+    back = [Message("tool", [ToolResult(call.id, [Text(_RESULT)])]) for call in made]
     try:
-        prompt = render(request, today, [_ASKED])
-        whole = render(request, today, [_ASKED, Message("assistant", turn), back], invites=False)
+        prompt = render(_REQUEST, today, [_ASKED])
+        whole = render(_REQUEST, today, [_ASKED, Message("assistant", turn), *back], invites=False)
     except TemplateError:
         return None
-    end = whole.rfind(_RESULT)
+    end = whole.find(_RESULT)
     start = generated_from(prompt, whole)
     output = whole[start:end]
-    return WrittenCall(arguments, (whole[:start], prompt), output) if NAME in output else None
+    return WrittenCall(calls[0], (whole[:start], prompt), output) if NAME in output else None
+
+
+def after_answer(render: RenderProbe, today: datetime.date) -> str:
+    """The text that the template writes behind an answer without calls; empty if it refuses it."""
+    answer = Message("assistant", [Text(_RESULT)])
+    return _rendered(render, today, [_ASKED, answer, _ASKED]).partition(_RESULT)[2]
+
+
+def between_results(render: RenderProbe, today: datetime.date) -> str:
+    """The text that the template writes between the results of two calls."""
+    calls = [ToolCall(f"sample{number}", NAME, json.dumps(ARGUMENTS)) for number in range(2)]
+    back = [Message("tool", [ToolResult(call.id, [Text(_RESULT)])]) for call in calls]
+    whole = _rendered(render, today, [_ASKED, Message("assistant", [*calls]), *back])
+    return whole.split(_RESULT)[1] if whole.count(_RESULT) > 1 else ""
+
+
+def _rendered(render: RenderProbe, today: datetime.date, conversation: list[Message]) -> str:
+    """The conversation as the template writes it, without an invitation; empty if it refuses."""
+    try:
+        return render(_REQUEST, today, conversation, invites=False)
+    except TemplateError:
+        return ""
 
 
 def generated_from(prompt: str, whole: str) -> int:
