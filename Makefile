@@ -267,7 +267,9 @@ kubernetes: $(ENGINES)
 
 docs: setup
 	sed -i '/^## \[/,$$d' docs/configuration.md
-	$(BIN)/kvmesh config --markdown >> docs/configuration.md
+	$(BIN)/kvmesh config --markdown common >> docs/configuration.md
+	sed -i '/^## \[/,$$d' docs/tuning.md
+	$(BIN)/kvmesh config --markdown tuning >> docs/tuning.md
 	sed -i '/^## /,$$d' docs/metrics.md
 	$(BIN)/kvmesh metrics --markdown >> docs/metrics.md
 	sed -i '/^<!-- abilities/,/^<!-- end/{//!d}' docs/engines.md

@@ -2,6 +2,7 @@
 
 import argparse
 
+from kvmesh.cli.flags import TUNING
 from kvmesh.settings import Settings
 
 
@@ -11,7 +12,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "action", nargs="?", choices=("schema",), metavar="schema", help="print the JSON Schema"
     )
     parser.add_argument(
-        "--markdown", action="store_true", help="print the reference of all options"
+        "--markdown",
+        choices=("common", TUNING),
+        help="print a reference: options that meshes differ in, or those that few change",
     )
 
 
@@ -25,5 +28,6 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         return 0
     from kvmesh.cli.references.options import markdown, toml
 
-    print(markdown() if arguments.markdown else toml(settings), end="")
+    kind = arguments.markdown
+    print(markdown(kind == TUNING) if kind else toml(settings), end="")
     return 0
