@@ -267,11 +267,11 @@ kubernetes: $(ENGINES)
 
 docs: setup
 	sed -i '/^## \[/,$$d' docs/configuration.md
-	$(BIN)/kvmesh config --markdown common >> docs/configuration.md
+	$(BIN)/kvmesh config --markdown >> docs/configuration.md
 	sed -i '/^## \[/,$$d' docs/tuning.md
 	$(BIN)/kvmesh config --markdown tuning >> docs/tuning.md
 	sed -i '/^## /,$$d' docs/metrics.md
-	$(BIN)/kvmesh metrics --markdown >> docs/metrics.md
+	$(BIN)/kvmesh config metrics --markdown >> docs/metrics.md
 	sed -i '/^<!-- abilities/,/^<!-- end/{//!d}' docs/engines.md
 	$(BIN)/python -m kvmesh.worker.abilities | sed -i '/^<!-- abilities/r /dev/stdin' docs/engines.md
 

@@ -52,7 +52,7 @@ def failed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["tail", "rout"], "unknown kind of message rout; did you mean route?"),
         (["tail", "kvm.kvmesh.vk.>"], "unknown kind of message vk"),
         (["tail", "--no-follow"], "kvmesh tail: --no-follow needs --since"),
-        (["busy", "m", "--reset", "--blocks", "3"], "--reset cannot be combined"),
+        (["model", "busy", "m", "--reset", "--blocks", "3"], "--reset cannot be combined"),
         (["simulate", "demo", "--workers", "0"], "argument --workers: not a positive integer: '0'"),
         (["simulate", "demo", "--group", "two"], "--group two: expected COUNT"),
         (["simulate", "demo", "--group", "2:heat=0"], "--group 2:heat=0: Expected"),

@@ -65,7 +65,7 @@ class WorkerSettings(Section, frozen=True, kw_only=True):
         bool,
         Meta(
             description="do all of the start that needs no device, then wait for a promotion, by"
-            " the planner or `kvmesh promote`"
+            " the planner or `kvmesh fleet promote`"
         ),
     ] = False
     load_interval_s: Annotated[Seconds, Meta(description="time between load messages")] = 0.1

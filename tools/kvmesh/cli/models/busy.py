@@ -1,4 +1,4 @@
-"""`kvmesh busy`: shows or sets the load thresholds above which ranks get no requests."""
+"""`kvmesh model busy`: shows or sets the load thresholds above which ranks get no requests."""
 
 import argparse
 import sys
@@ -18,24 +18,8 @@ from kvmesh.settings import Settings
 SETTINGS_APPLY = "the routers' settings apply"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "kvmesh busy MODEL [options]"
-    parser.epilog = (
-        "Without thresholds, shows the present ones. Thresholds survive restarts of routers. "
-        "New ones are stored only for a model that a worker serves or that is idle."
-    )
-    parser.add_argument("model", metavar="MODEL", help="the model's name")
-    parser.add_argument("--blocks", type=int, metavar="N", help="active blocks of a rank")
-    parser.add_argument(
-        "--blocks-share", type=float, metavar="X", help="active blocks over all blocks of a rank"
-    )
-    parser.add_argument("--prefill-tokens", type=int, metavar="N", help="tokens in prefill")
-    parser.add_argument(
-        "--reset", action="store_true", help="delete them; the routers' settings apply again"
-    )
-
-
-def run(arguments: argparse.Namespace, settings: Settings) -> int:
+def busy(arguments: argparse.Namespace, model: str, settings: Settings) -> int:
+    """Show, set or reset a model's thresholds; the exit status."""
     wanted = Thresholds(
         blocks=arguments.blocks,
         blocks_share=arguments.blocks_share,
@@ -43,29 +27,29 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     )
     reason = _problem(wanted, arguments.reset)
     if reason:
-        print(f"kvmesh busy: {reason}", file=sys.stderr)
+        print(f"kvmesh model: {reason}", file=sys.stderr)
         return 2
 
     async def main(bus: Bus) -> int:
         bucket = await bus.js.key_value(bus.subjects.router_bucket)
-        key = bus.subjects.busy_key(arguments.model)
+        key = bus.subjects.busy_key(model)
         stored = await _stored(bucket, key)
-        doubt = await _doubt(bus, settings, arguments.model)
+        doubt = await _doubt(bus, settings, model)
         if doubt and stored is None and wanted != Thresholds():
-            print(f"kvmesh busy: nothing was stored: {doubt}", file=sys.stderr)
+            print(f"kvmesh model: nothing was stored: {doubt}", file=sys.stderr)
             return 1
         if doubt:
-            print(f"kvmesh busy: {doubt}", file=sys.stderr)
+            print(f"kvmesh model: {doubt}", file=sys.stderr)
         if arguments.reset:
             await bucket.delete(key)
             stored = None
         elif wanted != Thresholds():
             await bucket.put(key, encode(wanted))
             stored = wanted
-        print(f"{arguments.model}: {_text(stored) if stored else SETTINGS_APPLY}")
+        print(f"{model}: {_text(stored) if stored else SETTINGS_APPLY}")
         return 0
 
-    return run_on_bus("busy", settings, main)
+    return run_on_bus("model", settings, main)
 
 
 def _problem(wanted: Thresholds, reset: bool) -> str:
