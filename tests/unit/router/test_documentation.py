@@ -1,4 +1,4 @@
-"""The example of a policy works, and docs/routing.md names every policy and setting."""
+"""The example of a policy works, and the pages of routing name every policy and setting."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,8 @@ from kvmesh.router.policies.registry import BUILT_IN
 from kvmesh.settings.schema import RouterSettings
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "routing.md").read_text()
+PAGES = ("routing.md", "speeds.md", "returns.md", "disaggregation.md")
+PAGE = "".join((ROOT / "docs" / page).read_text() for page in PAGES)
 TEN = sequence(*range(10))
 
 

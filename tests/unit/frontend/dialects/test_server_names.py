@@ -8,7 +8,7 @@ from unit.frontend.dialects.outputs import chosen
 
 from kvmesh.frontend.dialects.families import CHANNELS, REASONING_PARSERS, TOOL_PARSERS
 
-PARSERS = Path(__file__).parents[4] / "docs" / "parsers.md"
+PARSERS = Path(__file__).parents[4] / "docs" / "parser-names.md"
 SERVERS = ("vLLM 0.33.0", "SGLang 0.5.23", "Dynamo 1.6.1")
 
 # What each server's command line accepts, in the order of SERVERS.
