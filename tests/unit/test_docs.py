@@ -96,6 +96,15 @@ def test_every_decision_record_has_a_number_of_its_own_and_a_row_in_the_index() 
     assert [row for row in rows if row not in index] == []
 
 
+GENERATED = ("configuration.md", "metrics.md", "tuning.md")
+
+
+def test_no_page_of_the_manual_is_longer_than_4000_words() -> None:
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name not in GENERATED]
+    words = {page.name: len(re.sub(r"[|]|---", " ", page.read_text()).split()) for page in pages}
+    assert {name: count for name, count in words.items() if count > 4000} == {}
+
+
 def test_every_page_is_in_the_index_of_the_docs() -> None:
     index = (ROOT / "docs/README.md").read_text()
     pages = [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md"]

@@ -14,7 +14,7 @@ from msgspec import Meta
 from kvmesh.cli.flags import FlagParser, add_flags, settings_flags
 from kvmesh.cli.references.options import toml
 from kvmesh.cli.registry import COMMANDS
-from kvmesh.settings import Flag, Option, SettingsError, load, options, to_env
+from kvmesh.settings import Flag, Option, Settings, SettingsError, load, options, to_env
 
 DOCS = Path(__file__).parents[3] / "docs"
 OPTIONS = list(options())
@@ -199,6 +199,12 @@ def test_a_list_of_another_length_names_the_length(option: Option) -> None:
 def test_a_bounded_number_is_a_number(value: str) -> None:
     bounded = [o for o, _ in BOUNDED if o.type is float]
     assert [o.env for o in bounded if legal(o, float(value))] == []
+
+
+def test_few_options_are_not_for_tuning() -> None:
+    named = {f"{s}.{k}" for s in SECTIONS for k in getattr(Settings(), s).TUNING.split()}
+    assert named == {f"{o.section}.{o.key}" for o in OPTIONS if o.tuning}
+    assert sum(not option.tuning for option in OPTIONS) <= 250
 
 
 @every_option

@@ -14,7 +14,7 @@ from kvmesh.cli.registry import COMMANDS, Command
 from kvmesh.settings import SettingsError, load
 
 VERSION = "--version"
-# commands of 0.1 that are parts of others now
+# Former commands, which are parts of others now.
 MOVED = {
     **{action: f"fleet {action}" for action in ("drain", "sleep", "promote", "role")},
     "busy": "model busy",

@@ -27,7 +27,7 @@ def test_the_server_syncs_every_second_and_bounds_its_garbage(tmp_path: Path) ->
     server = ServerFiles("kvmesh", Server("a", 4222), "0.0.0.0", tmp_path, tmp_path, streams)
     for config in (server_config(4333, "t", tmp_path, streams), secured_config(server, ())):
         assert "  sync_interval: 1s\n" in config
-    assert "sync_interval: 1s }" in (ROOT / "docs" / "nats.md").read_text()
+    assert "sync_interval: 1s }" in (ROOT / "docs" / "deployment.md").read_text()
     assert int(server_environ(streams, {})["GOMEMLIMIT"]) > 2 << 30
     assert server_environ(streams, {"GOMEMLIMIT": "1GiB"})["GOMEMLIMIT"] == "1GiB"
 
