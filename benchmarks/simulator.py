@@ -7,7 +7,7 @@ from random import Random
 
 from common import Report, parser
 
-from kvmesh.cli.commands.version import cores
+from kvmesh.cli.main import cores
 from kvmesh.settings.schema import KvbmSettings, MockSettings, RouterSettings, WorkerSettings
 from kvmesh.simulator.mesh import Simulation
 from kvmesh.simulator.nodes.options import NodeOptions, node_options

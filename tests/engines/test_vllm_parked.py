@@ -62,7 +62,7 @@ async def test_a_parked_vllm_serves_once_it_is_promoted(
         assert parked is not None
         assert parked.parked_for == "tiny"
         assert only(Role.WORKER) is None
-        done = await mesh.command("promote", "worker-0")
+        done = await mesh.command("fleet", "promote", "worker-0")
         assert done.returncode == 0, done.stderr
         await eventually(lambda: only(Role.WORKER), timeout=START_S, what="it serves")
         worker = only(Role.WORKER)

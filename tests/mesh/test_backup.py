@@ -1,4 +1,4 @@
-"""`kvmesh backup` and `kvmesh restore` between real meshes."""
+"""`kvmesh backup` and `kvmesh backup restore` between real meshes."""
 
 import json
 import subprocess
@@ -56,7 +56,7 @@ async def test_another_mesh_goes_on_where_the_first_was(tmp_path: Path) -> None:
         run(first, "model", "alias", "chat=kvmesh-demo")
         await eventually(lambda: has_alias(first, key))
         answer = respond(first, key, input="Hello")
-        output = run(first, "backup", str(file))
+        output = run(first, "backup", "save", str(file))
         assert "all checked" in output
     finally:
         first.close()
@@ -64,7 +64,7 @@ async def test_another_mesh_goes_on_where_the_first_was(tmp_path: Path) -> None:
     try:
         empty.start()
         await eventually(lambda: "ready after" in empty.output)
-        assert "all of the backup are in the mesh" in run(empty, "restore", str(file))
+        assert "all of the backup are in the mesh" in run(empty, "backup", "restore", str(file))
     finally:
         empty.close()
     second = Up(tmp_path / "two", "--workers", "1", "--frontend-keys-bucket")
@@ -74,7 +74,7 @@ async def test_another_mesh_goes_on_where_the_first_was(tmp_path: Path) -> None:
         await eventually(lambda: has_alias(second, key))
         continued = respond(second, key, input="And?", previous_response_id=answer["id"])
         assert continued["previous_response_id"] == answer["id"]
-        assert "0 values stored" in run(second, "restore", str(file))
+        assert "0 values stored" in run(second, "backup", "restore", str(file))
     finally:
         second.close()
 

@@ -1,4 +1,4 @@
-"""`kvmesh doctor` finds and repairs a wrong index; `kvmesh drain` has a worker leave."""
+"""`kvmesh doctor` finds and repairs a wrong index; `kvmesh fleet drain` has a worker leave."""
 
 import json
 import struct
@@ -84,14 +84,14 @@ async def test_the_doctor_finds_a_wrong_index_and_has_it_repaired(mesh: Mesh) ->
     await eventually(sound, what="a dump has repaired the index")
     log = (mesh.folder / "indexer-0.log").read_text()
     assert log.count(f"the index is wrong about rank 0 of {instance}") == 1
-    drained = await mesh.command("drain", "worker-0", "--wait", str(PATIENCE_S))
+    drained = await mesh.command("fleet", "drain", "worker-0", "--wait", str(PATIENCE_S))
     assert (drained.returncode, drained.stdout) == (0, f"{instance}: drains\n")
     code, found = await doctor(mesh)
     assert code == 1
     (fault,) = [finding for finding in found if finding["text"] == "none is ready"]
     assert (fault["severity"], fault["subject"]) == ("fault", "worker")
     assert (fault["check"], fault["action"].split(",")[0]) == ("processes", "start one")
-    unknown = await mesh.command("drain", "worker-0")
+    unknown = await mesh.command("fleet", "drain", "worker-0")
     assert (unknown.returncode, unknown.stdout) == (1, "")
 
 

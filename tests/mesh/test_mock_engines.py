@@ -49,7 +49,7 @@ async def test_every_engine_serves_and_knows_its_own_blocks(mesh: Mesh) -> None:
 
 
 async def test_a_drained_engine_leaves_alone_and_the_process_ends_cleanly(mesh: Mesh) -> None:
-    drained = await mesh.command("drain", "worker-0-3")
+    drained = await mesh.command("fleet", "drain", "worker-0-3")
     assert drained.returncode == 0, drained.stderr
     await eventually(lambda: mesh.live_workers() == ENGINES - 1)
     process = mesh.processes.pop("worker-0")

@@ -392,29 +392,35 @@ def test_explain_searches_from_a_moment_on(operator: Operator) -> None:
 
 
 def test_busy_sets_shows_and_forgets_thresholds(operator: Operator) -> None:
-    assert operator.lines("busy", MODEL) == [f"{MODEL}: the routers' settings apply"]
+    assert operator.lines("model", "busy", MODEL) == [f"{MODEL}: the routers' settings apply"]
     given = ("--blocks", "80", "--blocks-share", "0.5", "--prefill-tokens", "4096")
     line = f"{MODEL}: blocks 80, blocks-share 0.5, prefill-tokens 4096"
-    assert operator.lines("busy", MODEL, *given) == [line]
-    assert operator.lines("busy", MODEL) == [line]
-    assert operator.lines("busy", MODEL, "--blocks", "9") == [f"{MODEL}: blocks 9"]
-    assert operator.lines("busy", MODEL, "--reset") == [f"{MODEL}: the routers' settings apply"]
-    assert operator.lines("busy", MODEL, "--reset") == [f"{MODEL}: the routers' settings apply"]
+    assert operator.lines("model", "busy", MODEL, *given) == [line]
+    assert operator.lines("model", "busy", MODEL) == [line]
+    assert operator.lines("model", "busy", MODEL, "--blocks", "9") == [f"{MODEL}: blocks 9"]
+    assert operator.lines("model", "busy", MODEL, "--reset") == [
+        f"{MODEL}: the routers' settings apply"
+    ]
+    assert operator.lines("model", "busy", MODEL, "--reset") == [
+        f"{MODEL}: the routers' settings apply"
+    ]
 
 
 def test_busy_doubts_a_model_without_workers(operator: Operator) -> None:
-    status, out, err = operator("busy", "demos")
+    status, out, err = operator("model", "busy", "demos")
     assert status == 0
     assert out == "demos: the routers' settings apply\n"
-    assert err == "kvmesh busy: no worker serves demos now; did you mean demo?\n"
-    reason = operator.refused("busy", "demos", "--blocks", "5", status=1)
+    assert err == "kvmesh model: no worker serves demos now; did you mean demo?\n"
+    reason = operator.refused("model", "busy", "demos", "--blocks", "5", status=1)
     assert reason == "nothing was stored: no worker serves demos now; did you mean demo?"
-    assert operator("busy", "demos")[1] == "demos: the routers' settings apply\n"
+    assert operator("model", "busy", "demos")[1] == "demos: the routers' settings apply\n"
 
 
 def test_busy_knows_idle_models(operator: Operator) -> None:
-    assert operator("busy", "asleep", "--blocks", "5") == (0, "asleep: blocks 5\n", "")
-    assert operator.lines("busy", "asleep", "--reset") == ["asleep: the routers' settings apply"]
+    assert operator("model", "busy", "asleep", "--blocks", "5") == (0, "asleep: blocks 5\n", "")
+    assert operator.lines("model", "busy", "asleep", "--reset") == [
+        "asleep: the routers' settings apply"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -430,8 +436,8 @@ def test_busy_knows_idle_models(operator: Operator) -> None:
 def test_bad_thresholds_change_nothing(
     operator: Operator, flags: tuple[str, ...], reason: str
 ) -> None:
-    assert operator.refused("busy", MODEL, *flags, status=2).startswith(reason)
-    assert operator.lines("busy", MODEL) == [f"{MODEL}: the routers' settings apply"]
+    assert operator.refused("model", "busy", MODEL, *flags, status=2).startswith(reason)
+    assert operator.lines("model", "busy", MODEL) == [f"{MODEL}: the routers' settings apply"]
 
 
 def test_keys_are_added_listed_rotated_and_revoked(operator: Operator) -> None:
@@ -534,7 +540,7 @@ COMMANDS = [
     ("status",),
     ("status", "--json"),
     ("explain", "chat-1"),
-    ("busy", MODEL),
+    ("model", "busy", MODEL),
     ("streams", "list"),
     ("streams", "apply"),
 ]

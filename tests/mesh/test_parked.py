@@ -197,14 +197,14 @@ async def test_a_promoted_worker_serves_and_a_drained_one_ends(
         assert "configuration" in {phase["name"] for phase in card["phases"]}
         table = await mesh.command("status")
         assert "parked" in table.stdout
-        done = await mesh.command("promote", "worker-0", "--wait", "60")
+        done = await mesh.command("fleet", "promote", "worker-0", "--wait", "60")
         assert done.returncode == 0, done.stderr
         assert "serves after" in done.stdout
         await mesh.ready()
         assert await asyncio.to_thread(complete, mesh, model) == 8
-        again = await mesh.command("promote", "worker-0")
+        again = await mesh.command("fleet", "promote", "worker-0")
         assert again.returncode == 1, "it is not parked any more"
-        drained = await mesh.command("drain", "worker-1", "--wait", "30")
+        drained = await mesh.command("fleet", "drain", "worker-1", "--wait", "30")
         assert drained.returncode == 0, drained.stderr
         assert await asyncio.to_thread(mesh.processes["worker-1"].wait, 30) == 0
         serving = (await status(mesh))["worker-0"]["card"]

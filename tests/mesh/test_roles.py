@@ -1,4 +1,4 @@
-"""Changes of role: one worker's commands, and `kvmesh role` beside real processes under load."""
+"""Changes of role: one worker's commands, and `kvmesh fleet role` on real processes under load."""
 
 import asyncio
 import json
@@ -105,7 +105,7 @@ def mesh(nats_server: NatsServer, tmp_path: Path) -> Iterator[Mesh]:
 
 
 async def switch(mesh: Mesh, worker: str, role: str, before: str) -> None:
-    done = await mesh.command("role", worker, role)
+    done = await mesh.command("fleet", "role", worker, role)
     assert (done.returncode, done.stderr) == (0, ""), done
     assert done.stdout == f"{worker}: serves {role}, before {before}\n"
 
@@ -187,16 +187,18 @@ async def test_what_cannot_be_done_is_refused_with_the_reason(
     await mesh.ready()
 
     async def refused() -> str:
-        done = await mesh.command("role", "sidecar", "prefill")
+        done = await mesh.command("fleet", "role", "sidecar", "prefill")
         assert done.returncode == 1, done
         return done.stderr if "is called" not in done.stderr else ""
 
     reason = await eventually(refused, what="the sidecar has joined")
     assert reason == "sidecar: the openai engine, as configured, cannot serve prefill\n"
-    assert (await mesh.command("role", "sidecar", "aggregated")).returncode == 0, "it does already"
-    unknown = await mesh.command("role", "worker-1", "prefill")
+    assert (await mesh.command("fleet", "role", "sidecar", "aggregated")).returncode == 0, (
+        "it does already"
+    )
+    unknown = await mesh.command("fleet", "role", "worker-1", "prefill")
     assert unknown.returncode == 1
     assert "no worker is called worker-1; did you mean worker-0?" in unknown.stderr
-    other = await mesh.command("role", "worker-0", "prefill", "--model", "elsewhere")
+    other = await mesh.command("fleet", "role", "worker-0", "prefill", "--model", "elsewhere")
     assert (other.returncode, "no worker is called worker-0" in other.stderr) == (1, True)
-    assert (await mesh.command("role", "worker-0", "both")).returncode == 2
+    assert (await mesh.command("fleet", "role", "worker-0", "both")).returncode == 2

@@ -154,7 +154,7 @@ async def test_commands_work_within_the_permissions_of_their_user(
         return all(f" {kind} " in done.stdout for kind in ("kv", "route", "seq"))
 
     await eventually(tailed)
-    busy = ("busy", "kvmesh-demo")
+    busy = ("model", "busy", "kvmesh-demo")
     changed = await asyncio.to_thread(run, server, "operator", *busy, "--blocks", "9")
     assert "blocks 9" in changed.stdout, changed.stderr
     await asyncio.to_thread(run, server, "operator", *busy, "--reset")
@@ -172,12 +172,12 @@ async def test_a_worker_parks_and_an_operator_promotes_it(
     mesh.start("worker", "worker-1", **server.env("worker.worker-1"), **parked)
 
     async def promoted() -> bool:
-        wait = ("promote", "worker-1", "--wait", "30")
+        wait = ("fleet", "promote", "worker-1", "--wait", "30")
         done = await asyncio.to_thread(run, server, "operator", *wait)
         return done.returncode == 0 and "serves after" in done.stdout
 
     await eventually(promoted)
-    refused = await asyncio.to_thread(run, server, "observer", "promote", "worker-1")
+    refused = await asyncio.to_thread(run, server, "observer", "fleet", "promote", "worker-1")
     assert refused.returncode == 1
     assert "violation" not in mesh.logs().lower()
 
@@ -218,10 +218,10 @@ async def test_an_operator_alone_asks_what_routers_have_learned(
     seen = await shown("observer")
     assert "then waits for" in seen
     assert "in 1 min" in seen  # decisions carry what was expected of a turn
-    learned = await asyncio.to_thread(run, server, "operator", "returns")
+    learned = await asyncio.to_thread(run, server, "operator", "learned", "returns")
     assert (learned.returncode, learned.stderr) == (0, "")
     assert "anything" in learned.stdout
-    refused = await asyncio.to_thread(run, server, "observer", "returns")
+    refused = await asyncio.to_thread(run, server, "observer", "learned", "returns")
     assert (refused.returncode, "does not permit" in refused.stderr) == (1, True)
 
 

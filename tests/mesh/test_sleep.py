@@ -94,7 +94,7 @@ async def test_a_worker_sleeps_and_wakes_with_the_same_answers(
         # a stream that runs ends on the worker before it sleeps
         running = asyncio.create_task(asyncio.to_thread(complete, mesh, model, 200))
         await eventually(lambda: mesh.metric("kvmesh_worker_running_requests") > 0, 60)
-        done = await mesh.command("sleep", "worker-0", "--wait", "60")
+        done = await mesh.command("fleet", "sleep", "worker-0", "--wait", "60")
         assert done.returncode == 0, done.stderr
         assert "no other worker serves" in done.stderr
         assert (await running)[1] == 200
@@ -108,10 +108,10 @@ async def test_a_worker_sleeps_and_wakes_with_the_same_answers(
             for name, value in scrape(mesh.worker_ports["worker-0"]).items()
             if name.startswith("kvmesh_worker_cached_blocks")
         )
-        again = await mesh.command("sleep", "worker-0")
+        again = await mesh.command("fleet", "sleep", "worker-0")
         assert again.returncode == 1, "it does not serve"
         for _ in range(2):
-            done = await mesh.command("promote", "worker-0", "--wait", "60")
+            done = await mesh.command("fleet", "promote", "worker-0", "--wait", "60")
             assert done.returncode == 0, done.stderr
             await mesh.ready()
             woken = seen.card("worker-0")
@@ -120,9 +120,9 @@ async def test_a_worker_sleeps_and_wakes_with_the_same_answers(
             assert woken.promoted_s > 0
             assert await asyncio.to_thread(complete, mesh, model) == before
             await until_indexed(mesh)
-            done = await mesh.command("sleep", "worker-0", "--wait", "60")
+            done = await mesh.command("fleet", "sleep", "worker-0", "--wait", "60")
             assert done.returncode == 0, done.stderr
-        drained = await mesh.command("drain", "worker-0", "--wait", "30")
+        drained = await mesh.command("fleet", "drain", "worker-0", "--wait", "30")
         assert drained.returncode == 0, drained.stderr
         assert await asyncio.to_thread(mesh.processes["worker-0"].wait, 30) == 0
 

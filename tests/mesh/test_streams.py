@@ -20,7 +20,7 @@ from kvmesh.bus.errors import BusUnavailable, ServerUnfit
 from kvmesh.bus.streams.configuration import StreamLimits, differences, ensure_streams, mesh_streams
 from kvmesh.bus.streams.server_check import check_server
 
-DEPLOYMENT = Path(__file__).parents[2] / "docs" / "deployment.md"
+PAGE = Path(__file__).parents[2] / "docs" / "jetstream.md"
 SMALL = StreamLimits(kv_bytes=2 << 20, kv_age_s=60.0, route_bytes=1 << 20, seq_bytes=1 << 20)
 
 
@@ -40,7 +40,7 @@ async def kv_bytes(bus: Bus) -> int:
 
 async def test_streams_are_stored_as_documented(bus: Bus) -> None:
     documented: dict[str, StorageType] = {}
-    for line in DEPLOYMENT.read_text().splitlines():
+    for line in PAGE.read_text().splitlines():
         what, _, rest = line.removeprefix("| ").partition(" | ")
         for where, storage in (("in memory", StorageType.MEMORY), ("on disk", StorageType.FILE)):
             if rest.startswith(where):

@@ -28,7 +28,7 @@ COMMANDS = (
     "trace agent-of-the-billing-service-7",
     "usage --by tenant,key,model,session",
     "learned",
-    "returns",
+    "learned returns",
     "streams list",
     "doctor",
     "plan",

@@ -23,11 +23,11 @@ CANNOT = {
     r"--connector kubernetes|^fleet\.sh|kvmesh planner --pools gpu|http://ctl|mesh\.example": (
         "needs a cluster"
     ),
-    r"benchmarks/": "takes minutes; `make bench` and benchmarks/README.md are about it",
+    r"benchmarks/": "takes minutes; `make bench` runs some of them",
     r"conversation_trace|kv-cache-tester": "needs a trace that is downloaded",
     r"replay demo|backtest coding|plan size|plan fit|unattended|simulate coding": ("takes minutes"),
     r"simulate teams|--num-requests 50000": "takes minutes",
-    r"kvmesh adapter (load|unload)|kvmesh (sleep|promote)|kvmesh role": (
+    r"kvmesh adapter (load|unload)|kvmesh fleet": (
         "needs several workers of torch or vLLM; tests of these commands run them"
     ),
     r"--tracing-endpoint": "needs a collector",

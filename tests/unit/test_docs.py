@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("docs", "services", "libs", "tools", "tests", "benchmarks", "compose")
+FOLDERS = ("docs", "services", "libs", "tools", "tests", "benchmarks", "examples", "compose")
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.md"))]
 )
@@ -16,7 +16,7 @@ PAGES = sorted(
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-PATH = re.compile(r"(?:services|libs|tools|tests|benchmarks)/[\w./{},*-]*")
+PATH = re.compile(r"(?:services|libs|tools|tests|benchmarks|examples)/[\w./{},*-]*")
 MODULE = re.compile(r"[\w-]+(?:/[\w-]+)*\.py")
 HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 
@@ -85,6 +85,27 @@ def test_modules_named_without_their_folder_exist(page: Path) -> None:
     assert not [path for path in named if not any(file.endswith(f"/{path}") for file in _modules())]
 
 
-def test_every_decision_record_has_a_number_of_its_own() -> None:
-    numbers = [page.name.partition("-")[0] for page in (ROOT / "docs/adr").glob("*.md")]
+def test_every_decision_record_has_a_number_of_its_own_and_a_row_in_the_index() -> None:
+    folder = ROOT / "docs/adr"
+    records = sorted(folder.glob("0*.md"))
+    numbers = [page.name.partition("-")[0] for page in records]
     assert len(numbers) == len(set(numbers))
+    index = (folder / "README.md").read_text()
+    titles = [page.read_text().partition("\n")[0].removeprefix("# ") for page in records]
+    rows = [f"| [{title}]({page.name}) |" for title, page in zip(titles, records, strict=True)]
+    assert [row for row in rows if row not in index] == []
+
+
+GENERATED = ("configuration.md", "metrics.md", "tuning.md")
+
+
+def test_no_page_of_the_manual_is_longer_than_4000_words() -> None:
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name not in GENERATED]
+    words = {page.name: len(re.sub(r"[|]|---", " ", page.read_text()).split()) for page in pages}
+    assert {name: count for name, count in words.items() if count > 4000} == {}
+
+
+def test_every_page_is_in_the_index_of_the_docs() -> None:
+    index = (ROOT / "docs/README.md").read_text()
+    pages = [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md"]
+    assert [name for name in pages if f"({name})" not in index] == []

@@ -52,5 +52,5 @@ def test_images_and_commands_name_the_release_that_runs_in_the_tests() -> None:
 
 def test_the_pages_of_vllm_name_both_releases() -> None:
     first, last = releases()
-    for page in ("docs/engines.md", "docs/vllm-plugin.md"):
+    for page in ("docs/vllm.md", "docs/vllm-plugin.md"):
         assert f"vLLM {minor(first)} and {minor(last)}" in (ROOT / page).read_text(), page

@@ -50,13 +50,17 @@ class Flag(NamedTuple):
 
 
 class Option(msgspec.Struct, frozen=True):
-    """One setting: its section and key, resolved type, default and description."""
+    """One setting: its section and key, resolved type, default and description.
+
+    The default of a `tuning` one suits nearly every mesh.
+    """
 
     section: str
     key: str
     hint: Any
     default: Any
     description: str
+    tuning: bool = False
 
     @property
     def env(self) -> str:
@@ -110,7 +114,8 @@ def _options() -> Iterator[Option]:
             default = field.default
             if default is msgspec.NODEFAULT:
                 default = field.default_factory()
-            yield Option(section.name, field.name, hint, default, _description(hint))
+            tuning = field.name in cls.TUNING.split()
+            yield Option(section.name, field.name, hint, default, _description(hint), tuning)
 
 
 def _description(hint: Any) -> str:

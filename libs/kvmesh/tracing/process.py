@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 CLOSE_S = 3.0
+TAIL_SPANS = 20_000  # of unsampled requests until their end; bounds their memory
+KEPT_PER_S = 10.0  # a burst of failures is seen in ten traces a second
 MISSING = "tracing needs %s: pip install 'kvmesh[tracing]'"
 _kept = MessageDecoder(KeepTraces)
 
@@ -31,8 +33,8 @@ class ProcessTracing:
     def __init__(self, bus: Bus, export: "OtlpExport", settings: TracingSettings) -> None:
         self._bus = bus
         self._export = export
-        tail = TailBuffer(settings.tail_spans) if settings.tail else None
-        rate = KeepRate(settings.tail_per_s, monotonic())
+        tail = TailBuffer(TAIL_SPANS) if settings.tail else None
+        rate = KeepRate(KEPT_PER_S, monotonic())
         self._tracer = Tracer(
             export, tail, rate, settings.slow_s, self._announce, settings.client_context
         )

@@ -52,7 +52,7 @@ def failed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["tail", "rout"], "unknown kind of message rout; did you mean route?"),
         (["tail", "kvm.kvmesh.vk.>"], "unknown kind of message vk"),
         (["tail", "--no-follow"], "kvmesh tail: --no-follow needs --since"),
-        (["busy", "m", "--reset", "--blocks", "3"], "--reset cannot be combined"),
+        (["model", "busy", "m", "--reset", "--blocks", "3"], "--reset cannot be combined"),
         (["simulate", "demo", "--workers", "0"], "argument --workers: not a positive integer: '0'"),
         (["simulate", "demo", "--group", "two"], "--group two: expected COUNT"),
         (["simulate", "demo", "--group", "2:heat=0"], "--group 2:heat=0: Expected"),
@@ -118,11 +118,18 @@ def test_all_help_has_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(flag in shown for flag in ("--workers", "--router-queue-limit", "--vllm-args"))
 
 
+def test_help_leaves_out_options_that_few_meshes_change(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--starvation-s" not in helped(capsys, "router", "--help")
+    tuning = helped(capsys, "router", "--help", "tuning")
+    assert "--starvation-s" in tuning
+    assert "--queue-limit" not in tuning
+
+
 def test_help_about_an_unknown_section_names_the_known_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     said = failed(["tail", "--help", "kv"], capsys)
-    assert "no section kv (sections: nats, log, all)" in said
+    assert "no section kv (sections: nats, log, tuning, all)" in said
 
 
 def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,8 +206,8 @@ def test_secrets_are_no_flags() -> None:
 
 
 def test_the_reference_of_all_options_is_current() -> None:
-    page = (DOCS / "configuration.md").read_text()
-    assert markdown() in page, "run `make docs`"
+    for page, tuning in (("configuration.md", False), ("tuning.md", True)):
+        assert (DOCS / page).read_text().endswith(markdown(tuning)), "run `make docs`"
 
 
 def test_the_page_on_the_command_line_names_every_command() -> None:

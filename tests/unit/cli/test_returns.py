@@ -1,4 +1,4 @@
-"""`kvmesh returns`, and the forecasts in `kvmesh explain --session`."""
+"""`kvmesh learned returns`, and the forecasts in `kvmesh explain --session`."""
 
 import io
 

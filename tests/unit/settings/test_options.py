@@ -14,13 +14,17 @@ from msgspec import Meta
 from kvmesh.cli.flags import FlagParser, add_flags, settings_flags
 from kvmesh.cli.references.options import toml
 from kvmesh.cli.registry import COMMANDS
-from kvmesh.settings import Flag, Option, SettingsError, load, options, to_env
+from kvmesh.settings import Flag, Option, Settings, SettingsError, load, options, to_env
 
 DOCS = Path(__file__).parents[3] / "docs"
 OPTIONS = list(options())
 LIMITS = ("gt", "ge", "lt", "le")
 SECTIONS = sorted({option.section for option in OPTIONS})
-REFERENCE = (DOCS / "configuration.md").read_text().splitlines()
+REFERENCE = [
+    line
+    for page in ("configuration.md", "tuning.md")
+    for line in (DOCS / page).read_text().splitlines()
+]
 every_section = pytest.mark.parametrize("section", SECTIONS)
 every_option = pytest.mark.parametrize("option", OPTIONS, ids=lambda o: f"{o.section}.{o.key}")
 
@@ -197,11 +201,16 @@ def test_a_bounded_number_is_a_number(value: str) -> None:
     assert [o.env for o in bounded if legal(o, float(value))] == []
 
 
+def test_few_options_are_not_for_tuning() -> None:
+    named = {f"{s}.{k}" for s in SECTIONS for k in getattr(Settings(), s).TUNING.split()}
+    assert named == {f"{o.section}.{o.key}" for o in OPTIONS if o.tuning}
+    assert sum(not option.tuning for option in OPTIONS) <= 250
+
+
 @every_option
 def test_the_reference_lists_an_option_once(option: Option) -> None:
-    rows = [line for line in REFERENCE if f"| `{option.env}`" in line]
+    rows = [line for line in REFERENCE if line.startswith(f"| `{option.section}.{option.key}` |")]
     assert len(rows) == 1
-    assert rows[0].startswith(f"| `{option.key}` |")
     assert option.description in rows[0]
 
 

@@ -20,6 +20,7 @@ ALIASES = {
     ("router", "policy"): "--policy",
 }
 ALL = "all"
+TUNING = "tuning"
 STATE_DIR = ("up", "state_dir")
 MESH_FLAG = "--state-dir"
 METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: "BOOL"}
@@ -29,7 +30,8 @@ class FlagParser(argparse.ArgumentParser):
     """Reports errors in one line, with the nearest known flag.
 
     `--help` names the sections of settings, and shows only those of their options that have a short
-    name; `--help SECTION` shows the others.
+    name; `--help SECTION` shows the others. Options that few meshes change are a section of their
+    own, TUNING.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -152,11 +154,16 @@ def add_flags(
             dest=".".join(STATE_DIR), default=argparse.SUPPRESS,
         )  # fmt: skip
     folded: dict[str, list[argparse.Action]] = {name: [] for name in groups if name != own}
+    tuning: list[argparse.Action] = []
     for option in options():
         if option.section in groups and (option.section, option.key) not in excluded:
             added = _add(groups[option.section], option, _names(option, own))
-            if option.section != own:
+            if option.tuning:
+                tuning.append(added)
+            elif option.section != own:
                 folded[option.section].append(added)
+    if tuning:
+        folded[TUNING] = tuning
     if isinstance(parser, FlagParser):
         parser.fold(folded)
 

@@ -4,12 +4,25 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import NoReturn
 
 from kvmesh.cli.flags import FlagParser, add_flags, did_you_mean, settings_flags
 from kvmesh.cli.parser_check import check_parsers
 from kvmesh.cli.registry import COMMANDS, Command
 from kvmesh.settings import SettingsError, load
+
+VERSION = "--version"
+# Former commands, which are parts of others now.
+MOVED = {
+    **{action: f"fleet {action}" for action in ("drain", "sleep", "promote", "role")},
+    "busy": "model busy",
+    "returns": "learned returns",
+    "restore": "backup restore",
+    "metrics": "config metrics",
+    "version": VERSION,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -28,13 +41,25 @@ def run(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("command", nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument(
-        "--version", dest="command", action="store_const", const="version", help=argparse.SUPPRESS
+        "--version", dest="command", action="store_const", const=VERSION, help="print the version"
     )
     name = parser.parse_args(arguments[:1] or ["--help"]).command
+    if name == VERSION:
+        print(f"kvmesh {version('kvmesh')}, cores {cores()}")
+        return 0
     command = next((c for c in COMMANDS if c.name == name), None)
     if command is None:
-        parser.error(f"unknown command {name}{did_you_mean(name, [c.name for c in COMMANDS])}")
+        now = f"; it is kvmesh {MOVED[name]} now" if name in MOVED else ""
+        parser.error(
+            f"unknown command {name}{now or did_you_mean(name, [c.name for c in COMMANDS])}"
+        )
     return _run(command, arguments[1:])
+
+
+def cores() -> str:
+    """Form of the cores: `interpreted`, or `compiled` by mypyc."""
+    core = find_spec("kvmesh.router.placement.router")
+    return "interpreted" if core is None or str(core.origin).endswith(".py") else "compiled"
 
 
 def _listing() -> str:

@@ -155,22 +155,10 @@ COMMANDS = (
         sections=BUS,
     ),
     Command(
-        "returns",
-        "show after how long sessions return, by what they wait for",
-        "kvmesh.cli.commands.returns",
-        sections=("nats", "streams", "log"),
-    ),
-    Command(
         "learned",
-        "show what each learner of the mesh gained over its fallback",
+        "show what each learner gained over its fallback, or when sessions return",
         "kvmesh.cli.commands.learned",
         sections=("nats", "streams", "log"),
-    ),
-    Command(
-        "busy",
-        "show or set the load at which workers get no requests",
-        "kvmesh.cli.commands.busy",
-        sections=BUS,
     ),
     Command(
         "adapter",
@@ -179,27 +167,9 @@ COMMANDS = (
         sections=("nats", "streams", "log"),
     ),
     Command(
-        "role",
-        "change what a running worker serves: whole requests, prefill or decode",
-        "kvmesh.cli.commands.role",
-        sections=("nats", "streams", "log"),
-    ),
-    Command(
-        "sleep",
-        "have a worker finish its requests, free its device and wait",
-        "kvmesh.cli.commands.sleep",
-        sections=("nats", "streams", "log"),
-    ),
-    Command(
-        "promote",
-        "have a parked or sleeping worker serve",
-        "kvmesh.cli.commands.promote",
-        sections=("nats", "streams", "log"),
-    ),
-    Command(
-        "drain",
-        "have a worker finish its requests and leave",
-        "kvmesh.cli.commands.drain",
+        "fleet",
+        "drain workers, put them to sleep, promote them or change their roles",
+        "kvmesh.cli.commands.fleet",
         sections=("nats", "streams", "log"),
     ),
     Command(
@@ -210,14 +180,8 @@ COMMANDS = (
     ),
     Command(
         "backup",
-        "write what only the mesh's store holds into a file: keys, secrets, pins, aliases …",
+        "save what only the mesh's store holds, keys, secrets, pins …; check and restore it",
         "kvmesh.cli.commands.backup",
-        sections=BUS,
-    ),
-    Command(
-        "restore",
-        "store a backup in a mesh",
-        "kvmesh.cli.commands.restore",
         sections=BUS,
     ),
     Command(
@@ -245,25 +209,24 @@ COMMANDS = (
         excluded=NOT_SIMULATED,
     ),
     Command(
-        "fanout",
-        "simulate how a model's weights reach workers that start together",
-        "kvmesh.cli.commands.fanout",
-    ),
-    Command(
         "plan",
         "show the planner's plan and history, change its settings, score its predictors",
         "kvmesh.cli.commands.plan",
     ),
     Command(
         "model",
-        "push models to the mesh, pull, list and evict them; make a tiny one",
+        "push models to the mesh, pull, list, evict and alias them; parse their output",
         "kvmesh.cli.commands.model",
         sections=("nats", "streams", "weights", "log"),
     ),
-    Command("parser", "show how a model's raw output parses", "kvmesh.cli.commands.parser"),
+    Command(
+        "parser",
+        "show how a model's raw output parses, or draft a parser for it",
+        "kvmesh.cli.commands.parser",
+    ),
     Command(
         "config",
-        "show the settings in effect",
+        "show the settings in effect, their schema, and the metrics of every process",
         "kvmesh.cli.commands.config",
         sections=(*ROLES, *SERVICE, "up"),
     ),
@@ -272,7 +235,6 @@ COMMANDS = (
         "print the completion script of a shell, or the manual page",
         "kvmesh.cli.commands.completion",
     ),
-    Command("metrics", "list the metrics of every process", "kvmesh.cli.commands.metrics"),
     Command(
         "secure",
         "write credentials for every role, and the matching NATS configuration",
@@ -284,5 +246,4 @@ COMMANDS = (
             if option.section == "nats" and option.key != "namespace"
         ),
     ),
-    Command("version", "print the version", "kvmesh.cli.commands.version"),
 )

@@ -1,4 +1,4 @@
-"""`kvmesh returns`: asks a router for the returns that it has learned, and prints them."""
+"""`kvmesh learned returns`: asks a router for the returns that it has learned, and prints them."""
 
 import asyncio
 from collections.abc import Iterable, Iterator

@@ -1,6 +1,6 @@
 """Types and base class of all sections."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from msgspec import Meta, Struct
 
@@ -16,4 +16,9 @@ Url = Annotated[str, Meta(extra={"url": True})]  # printed without its user and 
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all sections; an unknown key is an error."""
+    """Base of all sections; an unknown key is an error.
+
+    `TUNING` names the keys whose defaults suit nearly every mesh; `--help` leaves them out.
+    """
+
+    TUNING: ClassVar = ""

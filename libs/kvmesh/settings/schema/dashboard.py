@@ -1,7 +1,7 @@
 """Settings of the dashboard."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
@@ -9,6 +9,7 @@ from kvmesh.settings.schema.common import LOOPBACK, Count, Port, Seconds, Sectio
 
 
 class DashboardSettings(Section, frozen=True, kw_only=True):
+    TUNING: ClassVar = "window_s window_bytes max_viewers whatif_s"
     host: Annotated[str, Meta(description="address to listen on")] = LOOPBACK
     port: Annotated[Port, Meta(description="port to listen on; 0 picks a free one")] = 8090
     name: Annotated[str, Meta(description="stable name; empty derives one")] = ""

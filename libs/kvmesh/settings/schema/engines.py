@@ -1,7 +1,7 @@
 """Settings of single engines."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -9,6 +9,11 @@ from kvmesh.settings.schema.common import Count, Seconds, Secret, Section, Url
 
 
 class MockSettings(Section, frozen=True, kw_only=True):
+    TUNING: ClassVar = (
+        "watermark tick_s think_open think_close seed host_bytes_per_s disk_bytes_per_s "
+        "transfer_bytes_per_s crash_step hang_step poison poison_effect slow_step slow_factor "
+        "slow_prefill slow_decode noise noise_s calm_s heat heat_s lose_every"
+    )
     blocks: Annotated[Count, Meta(description="KV blocks of each rank of the mock engine")] = 16384
     max_sequences: Annotated[Count, Meta(description="sequences per step")] = 256
     max_batched_tokens: Annotated[Count, Meta(description="tokens per step")] = 8192
@@ -112,6 +117,7 @@ class MockSettings(Section, frozen=True, kw_only=True):
 
 
 class TorchSettings(Section, frozen=True, kw_only=True):
+    TUNING: ClassVar = "watermark pass_tokens"
     device: Annotated[str, Meta(description="torch device; auto: a GPU if there is one")] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16"],
@@ -138,6 +144,7 @@ class TorchSettings(Section, frozen=True, kw_only=True):
 
 
 class RemoteSettings(Section, frozen=True, kw_only=True):
+    TUNING: ClassVar = "probe_s"
     url: Annotated[Url, Meta(description="base URL of the running server of --engine openai")] = ""
     model: Annotated[
         str, Meta(description="model of that server; empty: the first in its list")
@@ -172,6 +179,7 @@ class RemoteSettings(Section, frozen=True, kw_only=True):
 
 
 class VllmSettings(Section, frozen=True, kw_only=True):
+    TUNING: ClassVar = "fork_servers"
     args: Annotated[
         list[str],
         Meta(description="engine arguments as KEY=VALUE; a dot in KEY reaches into a nested one"),

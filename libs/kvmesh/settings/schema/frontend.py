@@ -1,7 +1,7 @@
 """Settings of the frontend."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -17,6 +17,13 @@ from kvmesh.settings.schema.common import (
 
 
 class FrontendSettings(Section, frozen=True, kw_only=True):
+    TUNING: ClassVar = (
+        "reuse_port metrics_tenants restart_wait_s wake_timeout_s max_waking "
+        "prefill_timeout_s stall_timeout_s keepalive_s prepare_cache_bytes share_prefixes "
+        "session_prompts_bytes speculative_tokens responses_bytes responses_tenant_share "
+        "answers_bytes stored_answers_bytes stored_answers_ttl_s body_timeout_s "
+        "idle_timeout_s slow_reader_s"
+    )
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[Port, Meta(description="port to listen on; 0 picks a free one")] = 8000
     name: Annotated[str, Meta(description="stable name; empty derives one")] = ""

@@ -1,6 +1,6 @@
 """Settings of the indexer."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -8,6 +8,10 @@ from kvmesh.settings.schema.common import LOOPBACK, Count, MetricsHost, Port, Se
 
 
 class IndexerSettings(Section, frozen=True, kw_only=True):
+    TUNING: ClassVar = (
+        "snapshot_threshold snapshot_age_s removed_blocks lag_limit_s check_interval_s "
+        "shard_timeout_s"
+    )
     name: Annotated[str, Meta(description="stable name; empty derives one")] = ""
     shards: Annotated[Count, Meta(description="shards of the index")] = 1
     shard: Annotated[int, Meta(ge=0, description="shard of this replica, from 0")] = 0
@@ -18,9 +22,6 @@ class IndexerSettings(Section, frozen=True, kw_only=True):
     snapshot_threshold: Annotated[
         Count, Meta(description="a snapshot is due after this many messages of the KV stream")
     ] = 1_000_000
-    snapshot_bytes: Annotated[
-        Count, Meta(description="… or this many bytes of them (a quarter of the stream at most)")
-    ] = 1 << 30
     snapshot_age_s: Annotated[
         Seconds,
         Meta(description="… or when the newest is this old (a quarter of kv_age_s at most)"),

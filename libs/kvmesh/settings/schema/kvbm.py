@@ -1,7 +1,7 @@
 """Settings of the kvbm."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -18,6 +18,10 @@ from kvmesh.settings.schema.common import (
 
 
 class KvbmSettings(Section, frozen=True, kw_only=True):
+    TUNING: ClassVar = (
+        "restore disk_free_bytes disk_frequency remote_group remote_lease_s remote_timeout_s "
+        "remote_frequency tenant_share compute_patience_s"
+    )
     name: Annotated[str, Meta(description="stable name; empty derives one")] = ""
     node: Annotated[
         str, Meta(description="machine of this kvbm and its workers; empty: the host's name")
@@ -87,9 +91,6 @@ class KvbmSettings(Section, frozen=True, kw_only=True):
             description="default retention by kind of token, KIND=PRIORITY or KIND=PRIORITY/SECONDS"
         ),
     ] = []
-    decay_s: Annotated[
-        Seconds, Meta(description="time in which the request frequency of a block drops by one")
-    ] = 300.0
     compute_patience_s: Annotated[
         Seconds, Meta(description="longest wait for a worker that computes blocks without progress")
     ] = 30.0

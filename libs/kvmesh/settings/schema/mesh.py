@@ -1,7 +1,7 @@
 """Settings that all processes share: NATS, streams, log and process."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -9,6 +9,7 @@ from kvmesh.settings.schema.common import Seconds, Secret, Section, Url
 
 
 class NatsSettings(Section, frozen=True, kw_only=True):
+    TUNING: ClassVar = "bucket_bytes"
     url: Annotated[
         Url, Meta(description="NATS servers, separated by commas; empty starts one within `up`")
     ] = ""
@@ -66,6 +67,9 @@ class NatsSettings(Section, frozen=True, kw_only=True):
 
 
 class StreamSettings(Section, frozen=True, kw_only=True):
+    TUNING: ClassVar = (
+        "kv_age_s route_age_s seq_bytes seq_age_s scaling_bytes scaling_age_s lease_s"
+    )
     kv_bytes: Annotated[
         int, Meta(ge=1 << 20, description="largest size of the KV event stream, in bytes")
     ] = 4 << 30
@@ -113,6 +117,7 @@ class LogSettings(Section, frozen=True, kw_only=True):
 
 
 class ProcessSettings(Section, frozen=True, kw_only=True):
+    TUNING: ClassVar = "hang_timeout_s"
     hang_timeout_s: Annotated[
         Seconds, Meta(description="a service whose event loop is blocked for this long exits")
     ] = 30.0

@@ -1,6 +1,6 @@
 """Settings of the oracle."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
@@ -8,6 +8,7 @@ from kvmesh.settings.schema.common import LOOPBACK, Count, MetricsHost, Port, Se
 
 
 class OracleSettings(Section, frozen=True, kw_only=True):
+    TUNING: ClassVar = "window_s window_bytes"
     name: Annotated[str, Meta(description="stable name; empty derives one")] = ""
     window_s: Annotated[
         Seconds, Meta(description="longest window of past requests that it simulates")

@@ -1,7 +1,7 @@
 """Settings of the planner."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, field
 
@@ -11,6 +11,10 @@ Promises = list[Annotated[str, Meta(pattern=r"^\S+$")]]
 
 
 class PlannerSettings(Section, frozen=True, kw_only=True):
+    TUNING: ClassVar = (
+        "interval_s window_s up_cooldown_s manual_hold_s predictor oracle_budget_s "
+        "connector_timeout_s"
+    )
     name: Annotated[str, Meta(description="stable name; empty derives one")] = ""
     connector: Annotated[
         Literal["advisory", "processes", "bucket", "compose", "kubernetes", "command"],

@@ -1,6 +1,6 @@
 """Settings of the router and of its built-in policies."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, field
 
@@ -16,6 +16,13 @@ from kvmesh.settings.schema.common import (
 
 
 class RouterSettings(Section, frozen=True, kw_only=True):
+    TUNING: ClassVar = (
+        "request_weight credit_decay seed index_timeout_s sequence_ttl_s predicted_ttl_s "
+        "approximate_ttl_s await_prefixes gather_s queue_quantum batch_blocks_share "
+        "batch_timeout_s priority_shift_s latency_shift_s starvation_s rescore_s load_beta "
+        "session_mode session_ttl_s session_spill disagg_backlog prefill_credits "
+        "decode_credits learn_speeds adapter_idle_s adapter_wait_s"
+    )
     policy: Annotated[str, Meta(description="routing policy: a built-in one, or module:Class")] = (
         "kv"
     )

@@ -1,6 +1,6 @@
 """Settings of tracing, which all processes share."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -8,6 +8,7 @@ from kvmesh.settings.schema.common import Count, Seconds, Secret, Section, Url
 
 
 class TracingSettings(Section, frozen=True, kw_only=True):
+    TUNING: ClassVar = "slow_s queue timeout_s"
     endpoint: Annotated[
         Url,
         Meta(
@@ -44,12 +45,6 @@ class TracingSettings(Section, frozen=True, kw_only=True):
         float,
         Meta(ge=0, description="duration from which a request is slow; 0: only failed ones"),
     ] = 30.0
-    tail_spans: Annotated[
-        Count, Meta(description="spans of unsampled requests that a process holds until their end")
-    ] = 20_000
-    tail_per_s: Annotated[
-        float, Meta(gt=0, description="unsampled requests that a frontend keeps per second")
-    ] = 10.0
     queue: Annotated[
         Count, Meta(description="spans that wait to be sent; more drop the oldest")
     ] = 4096

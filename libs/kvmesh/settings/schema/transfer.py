@@ -1,7 +1,7 @@
 """Settings of transfers between processes: KV blocks, and weights."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -9,6 +9,7 @@ from kvmesh.settings.schema.common import Count, Port, Seconds, Secret, Section
 
 
 class TransferSettings(Section, frozen=True, kw_only=True):
+    TUNING: ClassVar = "readers staging_bytes lend_s timeout_s"
     via: Annotated[
         Literal["auto", "nixl", "tcp"],
         Meta(description="transport of KV blocks and weights; auto: NIXL if both sides have it"),
@@ -35,6 +36,7 @@ class TransferSettings(Section, frozen=True, kw_only=True):
 
 
 class WeightsSettings(Section, frozen=True, kw_only=True):
+    TUNING: ClassVar = "sources patience_s wait_s cache_wait_s"
     share: Annotated[
         bool,
         Meta(description="take weights from other workers of the model, and offer one's own"),

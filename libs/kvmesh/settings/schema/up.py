@@ -1,7 +1,7 @@
 """Settings of `kvmesh up`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
@@ -9,6 +9,7 @@ from kvmesh.settings.schema.common import Count, Port, Seconds, Section
 
 
 class UpSettings(Section, frozen=True, kw_only=True):
+    TUNING: ClassVar = "ready_timeout_s stop_timeout_s"
     workers: Annotated[int, Meta(ge=0, description="worker processes")] = 4
     prefill_workers: Annotated[
         int, Meta(ge=0, description="additional prefill workers for long prompts; 0: none")

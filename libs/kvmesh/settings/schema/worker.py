@@ -1,7 +1,7 @@
 """Settings of a worker with any engine."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -9,6 +9,10 @@ from kvmesh.settings.schema.common import LOOPBACK, Count, MetricsHost, Port, Se
 
 
 class WorkerSettings(Section, frozen=True, kw_only=True):
+    TUNING: ClassVar = (
+        "devices load_interval_s event_interval_s drain_blocks_s max_waiting "
+        "compile_timeout_s tenant_share session_idle_s shared_wait_s write_through_blocks"
+    )
     engine: Annotated[
         Literal["mock", "torch", "vllm", "openai", "sglang", "trtllm"],
         Meta(description="engine that runs the model"),
@@ -61,7 +65,7 @@ class WorkerSettings(Section, frozen=True, kw_only=True):
         bool,
         Meta(
             description="do all of the start that needs no device, then wait for a promotion, by"
-            " the planner or `kvmesh promote`"
+            " the planner or `kvmesh fleet promote`"
         ),
     ] = False
     load_interval_s: Annotated[Seconds, Meta(description="time between load messages")] = 0.1
@@ -85,9 +89,6 @@ class WorkerSettings(Section, frozen=True, kw_only=True):
     hang_timeout_s: Annotated[
         Seconds, Meta(description="an engine with work but without a step for this long is dead")
     ] = 60.0
-    constraint_bytes: Annotated[
-        Count, Meta(description="largest schema, grammar or regular expression of a constraint")
-    ] = 512 << 10
     compile_timeout_s: Annotated[
         Seconds, Meta(description="longest time for torch and vllm to compile a constraint")
     ] = 10.0

@@ -116,16 +116,15 @@ class SourceChoice:
         for state in self._sources:
             if state.rests_until > now or state.name in barren or (state.spare and alive):
                 continue
-            pace = state.pace or assumed
             if state.open:
-                if len(state.open) >= self._depth(state, len(busy)):
-                    continue
-            elif state.counts:
-                if len(busy) >= options.sources:
-                    continue
+                full = len(state.open) >= self._depth(state, len(busy))
+            else:
                 # one place is kept for a complete source, the only one to have what is new
-                if seeds and state.has is not None and 1 < options.sources <= partial + 1:
-                    continue
+                kept = seeds and state.has is not None and 1 < options.sources <= partial + 1
+                full = state.counts and (len(busy) >= options.sources or bool(kept))
+            if full:
+                continue
+            pace = state.pace or assumed
             jitter = 0.75 + self._draws.random() / 2
             found.append(((state.owed + size) * pace * jitter, state))
         return found

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -57,6 +58,17 @@ SEQUENCES_S = 300.0
 _wakes = MessageDecoder(Wake)
 _decisions = MessageDecoder(ScalingDecision)
 _changes = msgspec.json.Decoder(dict[str, Any])
+
+
+@dataclass
+class _Changes:
+    """The changes that the plans of all models ask for; `refused`: one has to wait."""
+
+    wanted: dict[str, int] = field(default_factory=dict)
+    stop: list[str] = field(default_factory=list)
+    switching: list[tuple[str, PlannerCore, PlannedSwitch]] = field(default_factory=list)
+    sleeping: list[tuple[str, PlannerCore, list[str]]] = field(default_factory=list)
+    refused: bool = False
 
 
 class PlannerService:
@@ -259,47 +271,57 @@ class PlannerService:
         now = time.time()
         if state is not None:
             self._follow_homes(state)
-        stop: list[str] = []
-        wanted: dict[str, int] = {}
-        switching: list[tuple[str, PlannerCore, PlannedSwitch]] = []
-        sleeping: list[tuple[str, PlannerCore, list[str]]] = []
-        refused = False
+        changes = _Changes()
         for model, core in list(self._models.cores.items()):
-            before = self._observe(model, core, state, now)
-            may_be_idle = not self._driver.advisory and all(v.pool.min == 0 for v in core.pools)
-            if not self._driver.advisory:
-                await self._idle.update(model, may_be_idle, self._models.card(model), now)
-            others = (each for each in self._models.cores.values() if each is not core)
-            core.devices_elsewhere = sum(each.devices for each in others)
-            sleepers = core.sleepers
-            plan = self._plan(model, core, now)
-            if plan is None:
-                continue
-            self._warn(core, model, now)
-            self._ask(core)
-            await self._report(model, core, plan, before, now)
-            changes = {pool: n for pool, n in plan.wanted.items() if n != before[pool]}
-            if may_be_idle and not any(plan.wanted.values()) and model not in self._idle.listed:
-                refused |= bool(changes)  # without an entry, frontends would forget the model
-                core.restore_sleepers(sleepers)  # none is told to sleep
-                continue
-            sleeping.append((model, core, plan.sleep))
-            switching += [(model, core, switch) for switch in plan.switches]
-            wanted |= changes
-            stop += [name for i in plan.stop if (name := self._models.name(i))]
-        self._adopt = refused or state is None
-        if wanted and state is not None:
-            if self.leads:  # the process may have been frozen meanwhile
-                self._note_sleepers()
-                self._switch_roles(switching)
-                self._have_asleep(sleeping)
-                self._start_change(wanted, stop, state)
-            else:
-                self._adopt = True
+            await self._decide_model(model, core, state, now, changes)
+        self._adopt = changes.refused or state is None
+        if changes.wanted and state is not None:
+            self._execute(changes, state)
         self._observed = state is not None and not self._driver.advisory and not self._adopt
         if self._observed and self.leads:
             self._promote()
             self._drain_surplus(now)
+
+    async def _decide_model(
+        self,
+        model: str,
+        core: PlannerCore,
+        state: dict[str, PoolState] | None,
+        now: float,
+        changes: _Changes,
+    ) -> None:
+        """Plan one model, record the plan, and add its changes."""
+        before = self._observe(model, core, state, now)
+        may_be_idle = not self._driver.advisory and all(v.pool.min == 0 for v in core.pools)
+        if not self._driver.advisory:
+            await self._idle.update(model, may_be_idle, self._models.card(model), now)
+        others = (each for each in self._models.cores.values() if each is not core)
+        core.devices_elsewhere = sum(each.devices for each in others)
+        sleepers = core.sleepers
+        plan = self._plan(model, core, now)
+        if plan is None:
+            return
+        self._warn(core, model, now)
+        self._ask(core)
+        await self._report(model, core, plan, before, now)
+        wanted = {pool: n for pool, n in plan.wanted.items() if n != before[pool]}
+        if may_be_idle and not any(plan.wanted.values()) and model not in self._idle.listed:
+            changes.refused |= bool(wanted)  # without an entry, frontends would forget the model
+            core.restore_sleepers(sleepers)  # none is told to sleep
+            return
+        changes.sleeping.append((model, core, plan.sleep))
+        changes.switching += [(model, core, switch) for switch in plan.switches]
+        changes.wanted |= wanted
+        changes.stop += [name for i in plan.stop if (name := self._models.name(i))]
+
+    def _execute(self, changes: _Changes, state: dict[str, PoolState]) -> None:
+        if not self.leads:  # the process may have been frozen meanwhile
+            self._adopt = True
+            return
+        self._note_sleepers()
+        self._switch_roles(changes.switching)
+        self._have_asleep(changes.sleeping)
+        self._start_change(changes.wanted, changes.stop, state)
 
     def _promote(self) -> None:
         """Promote parked workers in place of those that are wanted and not there."""

@@ -50,7 +50,7 @@ def cost_model(
 
 
 def thresholds(settings: RouterSettings) -> Thresholds:
-    """The busy thresholds of the settings, which hold until `kvmesh busy` sets others."""
+    """The busy thresholds of the settings, which hold until `kvmesh model busy` sets others."""
     return Thresholds(
         blocks=settings.busy_blocks,
         blocks_share=settings.busy_blocks_share,

@@ -23,8 +23,8 @@ HANDOFF = "handoff of prompts"
 ROLES = "change of role at run time"
 ADAPTERS = "adapters at run time"
 TAGS = "structural tags"
-PARKING = "[parking](#parked-workers)"
-SLEEP = "[sleep](#sleeping-workers)"
+PARKING = "[parking](workers.md#parked-workers)"
+SLEEP = "[sleep](workers.md#sleeping-workers)"
 ABILITIES = (
     *(DIRECTIVES, OUTCOMES, RELEASE, FORECASTS),
     *(PREFETCH, TIERS, HANDOFF, ROLES, ADAPTERS, TAGS, PARKING, SLEEP),

@@ -10,9 +10,9 @@ from kvmesh.cli.references import shell
 from kvmesh.cli.registry import COMMANDS
 
 CASES = [
-    ("kvmesh ro", {"role", "roll", "router"}),
+    ("kvmesh ro", {"roll", "router"}),
     ("kvmesh roll --wa", {"--watch"}),
-    ("kvmesh role worker-0 d", {"decode"}),
+    ("kvmesh fleet role worker-0 d", {"decode"}),
     ("kvmesh frontend --linger", {"--linger-s"}),
 ]
 

@@ -25,7 +25,7 @@ def test_a_snapshot_is_due_by_messages_bytes_or_age(
 
 
 def test_a_snapshot_is_due_well_before_the_stream_drops_messages() -> None:
-    settings = IndexerSettings(snapshot_bytes=1 << 30, snapshot_age_s=3600)
+    settings = IndexerSettings(snapshot_age_s=3600)
     thresholds = SnapshotThresholds.of(settings, StreamLimits(kv_bytes=100 << 20, kv_age_s=60.0))
     assert thresholds.bytes == 25 << 20
     assert thresholds.age_s == 15.0

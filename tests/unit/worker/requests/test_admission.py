@@ -22,7 +22,8 @@ INFO = EngineInfo(
     capacity=Capacity(blocks=10, max_sequences=4, max_batched_tokens=64, dp_ranks=2),
     adapters=["lora"],
 )
-GUIDED = Guided(kind="regex", value="aaaaaaaaa")
+GUIDED = Guided(kind="regex", value="a" * (512 << 10))
+TOO_LARGE = Guided(kind="regex", value="a" * ((512 << 10) + 1))
 
 
 def work(count: int = 10, **fields: object) -> Work:
@@ -36,10 +37,10 @@ def work(count: int = 10, **fields: object) -> Work:
 
 
 def test_good_work_passes() -> None:
-    assert rejection_reason(work(), INFO, 9) == ""
-    assert rejection_reason(work(99), INFO, 9) == ""
-    assert rejection_reason(work(rank=1, adapter="lora", generated=9), INFO, 9) == ""
-    assert rejection_reason(work(sampling=Sampling(max_tokens=20, guided=GUIDED)), INFO, 9) == ""
+    assert rejection_reason(work(), INFO) == ""
+    assert rejection_reason(work(99), INFO) == ""
+    assert rejection_reason(work(rank=1, adapter="lora", generated=9), INFO) == ""
+    assert rejection_reason(work(sampling=Sampling(max_tokens=20, guided=GUIDED)), INFO) == ""
 
 
 @pytest.mark.parametrize(
@@ -54,8 +55,8 @@ def test_good_work_passes() -> None:
         (work(rank=2), "no rank 2"),
         (work(rank=-1), "no rank -1"),
         (work(adapter="other"), "no adapter other"),
-        (work(sampling=Sampling(max_tokens=20, guided=GUIDED)), "the regex has 9 bytes; at"),
+        (work(sampling=Sampling(max_tokens=20, guided=TOO_LARGE)), "the regex has 524289 bytes"),
     ],
 )
 def test_bad_work_is_named(item: Work, reason: str) -> None:
-    assert reason in rejection_reason(item, INFO, 8)
+    assert reason in rejection_reason(item, INFO)

@@ -1,1 +1,1 @@
-"""`kvmesh backup` and `kvmesh restore`: what only the mesh's store holds, in a file."""
+"""`kvmesh backup` and `kvmesh backup restore`: what only the mesh's store holds, in a file."""

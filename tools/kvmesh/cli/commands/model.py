@@ -13,6 +13,7 @@ ACTIONS = {
     "list": (0, 0),
     "evict": (1, 1),
     "alias": (0, 1),
+    "busy": (1, 1),
     "tiny": (1, 1),
 }
 USAGE = """kvmesh model push FOLDER [NAME] [options]
@@ -21,6 +22,8 @@ USAGE = """kvmesh model push FOLDER [NAME] [options]
        kvmesh model evict NAME[@DIGEST] [--local] [options]
        kvmesh model alias [NAME=MODEL[:WEIGHT],…] [--json] [options]
        kvmesh model alias NAME --back|--remove [options]
+       kvmesh model busy NAME [--blocks N] [--blocks-share X] [--prefill-tokens N] [options]
+       kvmesh model busy NAME --reset [options]
        kvmesh model tiny FOLDER [--seed N]"""
 
 
@@ -28,7 +31,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = USAGE
     parser.epilog = (
         "A model in the mesh is served with `kvmesh worker --model NAME[@DIGEST]`. A push or pull"
-        " that was broken off goes on where it was. `tiny` writes a small random model."
+        " that was broken off goes on where it was. `busy` shows or sets the load at which a rank"
+        " gets no requests; thresholds survive restarts of routers, and new ones are stored only"
+        " for a model that a worker serves or that is idle. `tiny` writes a small random model."
+        " `parse` shows the parts of a raw output, or lists the parsers."
     )
     parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
     parser.add_argument(
@@ -43,6 +49,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--with-code", action="store_true", help="push files with code as well (*.py, *.so)"
     )
+    parser.add_argument("--blocks", type=int, metavar="N", help="busy: active blocks of a rank")
+    parser.add_argument(
+        "--blocks-share", type=float, metavar="X", help="busy: active over all blocks of a rank"
+    )
+    parser.add_argument("--prefill-tokens", type=int, metavar="N", help="busy: tokens in prefill")
+    parser.add_argument(
+        "--reset", action="store_true", help="busy: the settings of the routers apply again"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the tiny model's weights [0]")
 
 
@@ -54,6 +68,10 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         return 2
     if action == "alias":
         return _alias(arguments, settings)
+    if action == "busy":
+        from kvmesh.cli.models.busy import busy
+
+        return busy(arguments, operands[0], settings)
     if action == "tiny":
         return _tiny(Path(operands[0]), arguments.seed)
     return _on_models(arguments, settings)

@@ -64,7 +64,7 @@ ACTIONS = {
     "limits": "raise the limit in the server's or account's configuration, or remove connections",
     "clocks": "run an NTP client, such as chrony, on that machine",
     "processes": "start one, and read the log of those that are not ready",
-    "warnings": "docs/deployment.md#warnings explains each warning",
+    "warnings": "docs/runbook.md#warnings explains each warning",
     "readers": "give that process more CPU; if its lag does not shrink, restart it",
     "index": "nothing, if it happens once; otherwise report it with the log of that indexer",
     "caches": "docs/cache-misses.md explains what engines serve and what routers expect",

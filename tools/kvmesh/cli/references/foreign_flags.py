@@ -37,7 +37,7 @@ FOREIGN: dict[str, OptionKey | str] = {
     "--http-host": ("frontend", "host"),
     "--http-address": ("frontend", "host"),
     "--migration-limit": ("frontend", "migration_limit"),
-    "--metrics-prefix": "metrics begin with kvmesh_ (`kvmesh metrics` lists them)",
+    "--metrics-prefix": "metrics begin with kvmesh_ (`kvmesh config metrics` lists them)",
     "--namespace": ("nats", "namespace"),
     "--etcd-endpoints": "NATS alone connects the processes; set its URL with --nats",
     "--discovery-backend": "NATS alone connects the processes; set its URL with --nats",

@@ -32,27 +32,31 @@ def _toml_value(value: object) -> str:
     return json.dumps(text(value), ensure_ascii=False)
 
 
-def markdown() -> str:
-    """One table per section: key, environment variable, value, default and meaning."""
-    return "\n".join(_markdown_lines())
+def markdown(tuning: bool) -> str:
+    """One table per section: key, value, default and meaning; of tuning options, or of others."""
+    return "\n".join(_markdown_lines(tuning))
 
 
-def _markdown_lines() -> Iterator[str]:
+def _markdown_lines(tuning: bool) -> Iterator[str]:
     for section, members in _sections():
-        yield f"## [{section}]\n"
-        yield "| key | environment | value | default | meaning |"
-        yield "| --- | --- | --- | --- | --- |"
-        for option in members:
-            default = one_line(option.default).replace("|", "\\|")
-            cells = [
-                f"`{option.key}`",
-                f"`{option.env}`" + (" or `…_FILE`" if option.secret else ""),
-                "secret" if option.secret else metavar(option).replace("|", "\\|"),
-                f"`{default}`" if default else "–",
-                option.description,
-            ]
-            yield f"| {' | '.join(cells)} |"
-        yield ""
+        rows = [_row(option) for option in members if option.tuning is tuning]
+        if rows:
+            yield f"## [{section}]\n"
+            yield "| key | value | default | meaning |"
+            yield "| --- | --- | --- | --- |"
+            yield from rows
+            yield ""
+
+
+def _row(option: Option) -> str:
+    default = one_line(option.default).replace("|", "\\|")
+    cells = [
+        f"`{option.section}.{option.key}`",
+        "secret" if option.secret else metavar(option).replace("|", "\\|"),
+        f"`{default}`" if default else "–",
+        option.description,
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def _sections() -> Iterator[tuple[str, Iterator[Option]]]:

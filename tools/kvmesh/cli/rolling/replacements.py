@@ -147,7 +147,7 @@ def _interpreter(program: str) -> str:
 
 async def _check_program(program: str) -> None:
     """Raise UpError unless an interpreter has kvmesh."""
-    command = (program, "-m", "kvmesh.cli.main", "version")
+    command = (program, "-m", "kvmesh.cli.main", "--version")
     try:
         process = await asyncio.create_subprocess_exec(
             *command,

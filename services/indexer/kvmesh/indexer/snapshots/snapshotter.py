@@ -33,6 +33,7 @@ from kvmesh.settings.schema import IndexerSettings
 
 log = logging.getLogger(__name__)
 CHECK_S = 0.5
+SNAPSHOT_BYTES = 1 << 30  # bounds the events that a restarted replica reads anew
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class SnapshotThresholds:
         """The settings, capped at a quarter of the limits at which the stream drops messages."""
         return cls(
             settings.snapshot_threshold,
-            min(settings.snapshot_bytes, limits.kv_bytes / 4),
+            min(SNAPSHOT_BYTES, limits.kv_bytes / 4),
             min(settings.snapshot_age_s, limits.kv_age_s / 4),
         )
 

@@ -28,7 +28,6 @@ class KvbmConfig:
     remote: RemoteTierConfig | None = None
     shares: bool = False
     remote_frequency: float = 2.0
-    decay_s: float = 300.0
     patience_s: float = 30.0
     max_moves: int = 32
     by_forecast: bool = True
@@ -48,7 +47,6 @@ def manager_config(settings: KvbmSettings) -> KvbmConfig:
         remote=RemoteTierConfig(MAX_REMOTE_BLOCKS, lease_s) if shares or settings.peers else None,
         shares=shares,
         remote_frequency=settings.remote_frequency,
-        decay_s=settings.decay_s,
         patience_s=settings.compute_patience_s,
         by_forecast=settings.eviction == "forecast",
         restores=settings.restore == "auto",

@@ -86,7 +86,7 @@ class Manager:
         announcer = ComputeAnnouncer(
             self.store, self.in_progress, self.claims, self.peer_claims, instance
         )
-        self.onboarding = Onboarding(self.store, self.in_progress, announcer, config.decay_s)
+        self.onboarding = Onboarding(self.store, self.in_progress, announcer)
         self.restoring = Restoring(self.store, self.returns, config.restores)
         frequencies = {DISK: config.disk_frequency, REMOTE: config.remote_frequency}
         self.offloads = {
@@ -95,7 +95,6 @@ class Manager:
                 self.returns.savings,
                 tier,
                 frequency,
-                config.decay_s,
                 config.max_moves,
             )
             for tier, frequency in frequencies.items()

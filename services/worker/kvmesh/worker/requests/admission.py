@@ -5,6 +5,7 @@ from kvmesh.worker.engine import EngineInfo
 
 ACCEPTED = WorkReply(status="accepted")
 CHECKING = WorkReply(status="accepted", checking=True)
+MAX_CONSTRAINT_BYTES = 512 << 10  # of a schema, grammar or regular expression
 STORED = WorkReply(status="accepted", stored=True)
 INCOMPLETE = WorkReply(status="incomplete", reason="the base prompt is no longer stored here")
 BUSY = WorkReply(status="busy", reason="too many requests wait in the engine")
@@ -12,7 +13,7 @@ DRAINING = WorkReply(status="draining", reason="this worker is leaving")
 UNLOADED = WorkReply(status="unloaded", reason="its adapter has made room for another one")
 
 
-def rejection_reason(work: Work, info: EngineInfo, constraint_bytes: int) -> str:
+def rejection_reason(work: Work, info: EngineInfo) -> str:
     """The reason why `work` can never run on this engine; empty if it can."""
     length, ragged = divmod(len(work.tokens), 4)
     if ragged:
@@ -29,13 +30,13 @@ def rejection_reason(work: Work, info: EngineInfo, constraint_bytes: int) -> str
         return f"there is no rank {work.rank}"
     if work.adapter is not None and work.adapter not in info.adapters:
         return f"there is no adapter {work.adapter}"
-    return _too_large(work.sampling.guided, constraint_bytes)
+    return _too_large(work.sampling.guided)
 
 
-def _too_large(guided: Guided | None, most: int) -> str:
-    if guided is None or (size := len(guided.value.encode())) <= most:
+def _too_large(guided: Guided | None) -> str:
+    if guided is None or (size := len(guided.value.encode())) <= MAX_CONSTRAINT_BYTES:
         return ""
-    return f"the {guided.kind} has {size} bytes; at most {most} are allowed"
+    return f"the {guided.kind} has {size} bytes; at most {MAX_CONSTRAINT_BYTES} are allowed"
 
 
 def invalid(reason: str) -> WorkReply:

@@ -74,7 +74,7 @@ class RequestHandler:
         if named is None:
             return admission.INCOMPLETE
         work = engine_named(named)
-        if reason := admission.rejection_reason(work, info, self._worker.constraint_bytes):
+        if reason := admission.rejection_reason(work, info):
             return admission.invalid(reason)
         compiles = self._compiler.must_compile(work)
         if self._is_full(work.rank) or (compiles and not self._compiler.has_capacity(work)):

@@ -16,6 +16,7 @@ from kvmesh.retention.return_value import Expectation
 ARENA, DISK, REMOTE = 1, 2, 3
 TIERS = (ARENA, DISK, REMOTE)
 MAX_FREQUENCY = 64.0
+DECAY_S = 300.0  # sessions return within minutes: what none uses for 5 min counts one use less
 
 
 @dataclass(slots=True, eq=False)
@@ -90,16 +91,16 @@ class Copy:
 
 @dataclass(slots=True)
 class Frequency:
-    """Use count that doubles with each hit and loses one per `decay_s`."""
+    """Use count that doubles with each hit and loses one per DECAY_S."""
 
     value: float = 1.0
     since: float = 0.0
 
-    def at(self, now: float, decay_s: float) -> float:
-        return max(0.0, self.value - (now - self.since) // decay_s)
+    def at(self, now: float) -> float:
+        return max(0.0, self.value - (now - self.since) // DECAY_S)
 
-    def hit(self, now: float, decay_s: float) -> None:
-        value = self.value - (now - self.since) // decay_s
+    def hit(self, now: float) -> None:
+        value = self.value - (now - self.since) // DECAY_S
         self.value = 2.0 if value <= 1.0 else min(MAX_FREQUENCY, 2 * value)
         self.since = now
 

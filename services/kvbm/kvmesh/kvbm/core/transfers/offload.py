@@ -26,14 +26,12 @@ class Offload:
         savings: Savings,
         tier: int,
         frequency: float,
-        decay_s: float,
         max_moves: int,
     ) -> None:
         self._store = store
         self._savings = savings
         self._tier = tier
         self._frequency = frequency
-        self._decay_s = decay_s
         self._max_moves = max_moves
         self._candidates: OrderedDict[Block, str | None] = OrderedDict()
         self._open = True
@@ -56,7 +54,7 @@ class Offload:
             return False
         if self._savings.restored_ahead(block):
             return self._savings.pays_below(block, self._tier)
-        return block.frequency.at(self._store.now, self._decay_s) >= self._frequency
+        return block.frequency.at(self._store.now) >= self._frequency
 
     def start_moves(self) -> None:
         """Start as many moves as may run at a time."""

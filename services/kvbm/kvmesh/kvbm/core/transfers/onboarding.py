@@ -50,14 +50,12 @@ class Onboarding:
         store: Store,
         in_progress: BlocksInProgress,
         announcer: ComputeAnnouncer,
-        decay_s: float,
     ) -> None:
         self._store = store
         self._in_progress = in_progress
         self._announcer = announcer
         self._prefix = LoadablePrefix(store, in_progress)
         self._loader = BlockLoader(store, in_progress, announcer)
-        self._decay_s = decay_s
         self._parked: set[int] = set()
         self._lookups: list[Lookup] = []
         self.tickets: dict[int, ReadTicket] = {}
@@ -224,10 +222,9 @@ class Onboarding:
     # counters
 
     def _count_uses(self, found: Found) -> None:
-        now, decay_s = self._store.now, self._decay_s
         for block in found:
             if block is not None:
-                block.frequency.hit(now, decay_s)
+                block.frequency.hit(self._store.now)
 
     def _count_hits(self, found: Found) -> None:
         """Count uses of blocks, and hits of their highest tiers."""

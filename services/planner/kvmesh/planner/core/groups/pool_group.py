@@ -138,22 +138,15 @@ class PoolGroup:
             return self._to_least(now, counts, least_awake(counts, self._pools), plan)
         proven = self._core.proven(now)
         shapes = self._evaluator.shapes(level, proven)
-        known = [view.kind() is not None for view in self.views]
         if proven and level > 0 and not shapes:  # no long prompts, for prefill workers
             return self._to_least(now, counts, tuple(v.pool.min for v in self.views), plan)
-        if (
-            len(shapes) < (1 if proven else LEAST_SHAPES)
-            or not any(known)
-            or any(view.ready and not k for view, k in zip(self.views, known, strict=True))
-        ):
+        if len(shapes) < (1 if proven else LEAST_SHAPES) or not self._knows_speeds():
             return self._without_model(now, counts, shapes)
         found = self._evaluator.evaluate(now, level, shapes, proven, self._saturated())
         bounds, speeds = self._bounds(now), found.speeds
-        fleets = [
-            fleet
-            for fleet in efficient_fleets(self._pools, speeds, bounds)
-            if sum(fleet) or not sum(bounds.most)
-        ]
+        fleets = efficient_fleets(self._pools, speeds, bounds)
+        if sum(bounds.most):
+            fleets = [fleet for fleet in fleets if sum(fleet)]
         if not fleets:
             return ["the budget permits no fleet"]
         have = total_capacity(counts, speeds)
@@ -179,6 +172,12 @@ class PoolGroup:
             reasons = self._shrink(now, counts, level, found, bounds.least, plan)
         plan.candidates += found.model.evaluated(self._pools)
         return reasons
+
+    def _knows_speeds(self) -> bool:
+        """True if the step times of a pool are known, and those of each that has ready workers."""
+        known = [view.kind() is not None for view in self.views]
+        ready = [bool(view.ready) for view in self.views]
+        return any(known) and all(k or not r for k, r in zip(known, ready, strict=True))
 
     def _bounds(self, now: float) -> Bounds:
         """The numbers of workers that the pools and the budget permit now."""
@@ -326,16 +325,7 @@ class PoolGroup:
         """
         counts = tuple(view.wanted for view in self.views)
         judged, since = self._judged, now - self._options.down_cooldown_s
-        if (
-            judged is None
-            or now - self._evaluated_at > EVALUATE_S
-            or self._changed_at > since
-            or any(view.starts.pending or len(view.ready) < view.wanted for view in self.views)
-            or any(view.held(now, self._options.manual_hold_s) for view in self.views)
-            or (self._overdue(now) and self._saturated())
-            or self._backlog_s() > 0
-            or not self._needs.known_since(since)
-        ):
+        if judged is None or self._is_unsettled(now, since):
             return []
         found, lower = judged
         able = [
@@ -357,6 +347,18 @@ class PoolGroup:
             able_ones = [i for i in view.stoppable if self._core.switches.may(i, now)]
             plan.stop += self._core.worth.least(able_ones, now)[: view.wanted - after]
         return self._set(target, now)
+
+    def _is_unsettled(self, now: float, since: float) -> bool:
+        """True unless the fleet has been complete, left alone and in time since `since`."""
+        return (
+            now - self._evaluated_at > EVALUATE_S
+            or self._changed_at > since
+            or any(view.starts.pending or len(view.ready) < view.wanted for view in self.views)
+            or any(view.held(now, self._options.manual_hold_s) for view in self.views)
+            or (self._overdue(now) and self._saturated())
+            or self._backlog_s() > 0
+            or not self._needs.known_since(since)
+        )
 
     def grow_further(self, now: float) -> list[str]:
         """Grow once more if the budget was too small and another group has given workers."""

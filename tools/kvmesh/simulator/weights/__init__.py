@@ -1,1 +1,0 @@
-"""Workers that take a model's weights from each other, in virtual time."""
