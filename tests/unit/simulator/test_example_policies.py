@@ -19,5 +19,5 @@ def test_the_learning_policy_finds_out_that_cached_blocks_save_time(
     arguments = ["demo", "--limit", "200", "--speed", "4", "--compare", policies]
     assert run(["simulate", *arguments, "--json", str(file)]) == 0
     figures = json.loads(file.read_text())
-    shares = [each["cache"]["cached_share"] for each in figures["runs"]]
+    shares = [each["cache"]["cached_share"] for each in figures]
     assert shares[0] > shares[1] + 0.05

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from kvmesh.bus.errors import ModelFilesError
-from kvmesh.cli.parser_drafts import DraftFailed, Proof, new_parser
+from kvmesh.cli.models.parser_drafts import DraftFailed, Proof, new_parser
 from kvmesh.frontend.conversation import Tool
 from kvmesh.frontend.dialects import DialectError, UnknownParser, preview_output
 from kvmesh.frontend.dialects.output import parser_names

@@ -62,7 +62,7 @@ def own_output_grammar(folder: Path) -> OutputGrammar:
 
 
 def fault_of(own: OwnGrammar) -> str:
-    """What is wrong with a grammar; empty if nothing is."""
+    """The fault of a grammar; empty if it has none."""
     texts = [*grammar_texts(own.tool_calls), *grammar_texts(own.reasoning)]
     if len(texts) > MAX_MARKERS or any(len(text) > MAX_LENGTH for text in texts):
         return f"more than {MAX_MARKERS} markers, or one of more than {MAX_LENGTH} characters"

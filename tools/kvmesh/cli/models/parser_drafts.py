@@ -88,7 +88,7 @@ def new_parser(folder: Path, outputs: Mapping[str, str]) -> NewParser:
 
 
 def _proofs(grammar: OutputGrammar, outputs: Mapping[str, str]) -> Iterator[Proof]:
-    """Whether each output has a call, and is read alike whole and in pieces."""
+    """One for each output: it has a call, and is read alike whole and in pieces."""
     for name, text in outputs.items():
         whole = _read(grammar, [text])
         calls = sum(kind == "call" for kind, _, _ in whole)
