@@ -26,7 +26,7 @@ class DraftFailed(Exception):
 
 
 class Proof(NamedTuple):
-    """How a grammar reads one text: `parts` of it, for people."""
+    """The reading of one text by a grammar: its `parts`, for people."""
 
     of: str
     ok: bool
