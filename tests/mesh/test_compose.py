@@ -272,9 +272,9 @@ def test_prometheus_scrapes_the_ports_of_the_services(tmp_path: Path) -> None:
         (discovery,) = job["dns_sd_configs"]
         for name in discovery["names"]:
             role = IN_PLACE_OF.get(name, name)
-            own = getattr(settings_of(name, tmp_path / "seed"), role)
-            assert discovery["port"] == own.metrics_port
-            assert own.metrics_host == "0.0.0.0"
+            settings = settings_of(name, tmp_path / "seed")
+            assert discovery["port"] == getattr(settings, role).metrics_port
+            assert settings.process.metrics_host == "0.0.0.0"
 
 
 def test_the_image_copies_everything_that_the_build_needs() -> None:

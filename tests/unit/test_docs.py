@@ -87,7 +87,7 @@ def test_modules_named_without_their_folder_exist(page: Path) -> None:
 
 def test_every_decision_record_has_a_number_of_its_own_and_a_row_in_the_index() -> None:
     folder = ROOT / "docs/adr"
-    records = sorted(folder.glob("0*.md"))
+    records = sorted(folder.glob("[0-9]*.md"))
     numbers = [page.name.partition("-")[0] for page in records]
     assert len(numbers) == len(set(numbers))
     index = (folder / "README.md").read_text()

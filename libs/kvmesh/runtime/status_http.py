@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator
 from math import isfinite
-from typing import Protocol
 
 from aiohttp import web
 from prometheus_client import REGISTRY, disable_created_metrics
@@ -13,6 +12,7 @@ from prometheus_client.exposition import choose_encoder
 from kvmesh.runtime.http.connection import RefusingRunner
 from kvmesh.runtime.service import StartError
 from kvmesh.runtime.warnings import Warnings
+from kvmesh.settings.schema import ProcessSettings
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # `_created` doubles the series of counters
 
@@ -40,33 +40,25 @@ def render_metrics(http: web.Request) -> web.Response:
     return web.Response(body=body, headers={"Content-Type": content_type})
 
 
-class MetricsSettings(Protocol):
-    """The settings of a service's metrics endpoint."""
-
-    @property
-    def metrics_host(self) -> str: ...
-    @property
-    def metrics_port(self) -> int: ...
-
-
 def with_warnings(health: dict[str, object], warnings: Warnings) -> dict[str, object]:
     """The body of /health, extended by the current warnings."""
     return {**health, "warnings": warnings.texts} if warnings.texts else health
 
 
 async def serve_metrics(
-    settings: MetricsSettings,
+    process: ProcessSettings,
+    port: int,
     ready: Callable[[], bool],
     warnings: Warnings,
     rests: Callable[[], str] = lambda: "",
 ) -> web.AppRunner | None:
-    """Listen on the configured address, unless the port is 0; `/health` is 503 until `ready()`
+    """Listen on the address of `process`, unless the port is 0; `/health` is 503 until `ready()`
     and while the NATS server refuses a subject.
 
     A process that `rests` does what it should, too; the text is its status then. Raises StartError
     if the port is unavailable.
     """
-    host, port = settings.metrics_host, settings.metrics_port
+    host = process.metrics_host
     if not port:
         return None
 

@@ -8,7 +8,6 @@ import socket
 from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 from aiohttp.compression_utils import ZLibDecompressor
 from aiohttp.test_utils import make_mocked_request
@@ -21,13 +20,12 @@ from kvmesh.runtime.http import connection
 from kvmesh.runtime.http.connection import MAX_DISCARDED
 from kvmesh.runtime.status_http import render_metrics, serve_metrics
 from kvmesh.runtime.warnings import Warnings
-from kvmesh.settings import load
+from kvmesh.settings.schema import ProcessSettings
 
 
 async def test_metrics_listen_on_the_loopback_by_default() -> None:
     port = free_port()
-    settings = msgspec.structs.replace(load(None, {}, {}).worker, metrics_port=port)
-    runner = await serve_metrics(settings, lambda: True, Warnings())
+    runner = await serve_metrics(ProcessSettings(), port, lambda: True, Warnings())
     assert runner is not None
     try:
         async with (
@@ -44,8 +42,7 @@ async def test_metrics_listen_on_the_loopback_by_default() -> None:
 async def test_exemplars_and_no_created_series_are_in_openmetrics() -> None:
     times = Histogram("kvmesh_test_seconds", "Times in a test")
     port = free_port()
-    settings = msgspec.structs.replace(load(None, {}, {}).worker, metrics_port=port)
-    runner = await serve_metrics(settings, lambda: True, Warnings())
+    runner = await serve_metrics(ProcessSettings(), port, lambda: True, Warnings())
     assert runner is not None
     try:
         times.observe(0.1, {"trace_id": "4bf92f3577b34da6a3ce929d0e0e4736"})
@@ -96,8 +93,7 @@ async def test_a_body_that_nobody_reads_is_not_decoded(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(ZLibDecompressor, "decompress_sync", counted)
     port = free_port()
-    settings = msgspec.structs.replace(load(None, {}, {}).worker, metrics_port=port)
-    runner = await serve_metrics(settings, lambda: True, Warnings())
+    runner = await serve_metrics(ProcessSettings(), port, lambda: True, Warnings())
     assert runner is not None
     try:
         async with aiohttp.ClientSession(headers={"Content-Encoding": "gzip"}) as http:
@@ -115,8 +111,7 @@ async def test_a_refused_request_is_answered_and_its_rest_bounded(
     head: bytes, rest: bytes, times: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     port = free_port()
-    settings = msgspec.structs.replace(load(None, {}, {}).worker, metrics_port=port)
-    runner = await serve_metrics(settings, lambda: True, Warnings())
+    runner = await serve_metrics(ProcessSettings(), port, lambda: True, Warnings())
     assert runner is not None
     try:
         answer, sent = await asyncio.wait_for(answer_after(port, head, rest, times), PATIENCE_S)
@@ -130,8 +125,7 @@ async def test_a_refused_request_is_answered_and_its_rest_bounded(
 async def test_a_client_that_sends_no_more_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "DISCARD_S", 0.05)
     port = free_port()
-    settings = msgspec.structs.replace(load(None, {}, {}).worker, metrics_port=port)
-    runner = await serve_metrics(settings, lambda: True, Warnings())
+    runner = await serve_metrics(ProcessSettings(), port, lambda: True, Warnings())
     assert runner is not None
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(POST + b"Content-Length: 100000\r\n\r\n")

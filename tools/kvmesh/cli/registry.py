@@ -18,7 +18,7 @@ ENGINES = ("mock", "torch", "vllm", "remote", "sglang", "trtllm")
 NOT_SIMULATED: frozenset[OptionKey] = frozenset(
     [
         *(("router", key) for key in ("policy", "name", "index_timeout_s")),
-        *(("router", key) for key in ("metrics_port", "metrics_host")),
+        ("router", "metrics_port"),
         *(("mock", key) for key in ("dp_ranks", "startup_s", "tick_s", "seed", "script")),
         ("mock", "prepare_s"),
         *(("mock", key) for key in ("output_tokens", "reasoning_tokens")),
@@ -27,8 +27,8 @@ NOT_SIMULATED: frozenset[OptionKey] = frozenset(
         *(("mock", key) for key in ("lose_every", "kvbm")),
         *(("kvbm", key) for key in ("name", "node", "directory", "key", "remote_group")),
         *(("kvbm", key) for key in ("disk_free_bytes", "remote_timeout_s")),
-        *(("kvbm", key) for key in ("metrics_port", "metrics_host")),
-        *(("planner", key) for key in ("name", "connector", "metrics_port", "metrics_host")),
+        ("kvbm", "metrics_port"),
+        *(("planner", key) for key in ("name", "connector", "metrics_port")),
         *(("planner", key) for key in ("compose_file", "namespace", "command", "oracle_budget_s")),
         *(("planner", key) for key in ("connector_timeout_s", "manual_hold_s")),
     ]

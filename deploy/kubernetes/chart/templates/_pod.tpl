@@ -12,7 +12,7 @@ app.kubernetes.io/component: {{ . }}
 - {name: KVMESH_NATS_TLS_KEY, value: /run/kvmesh/key.pem}
 - {name: KVMESH_NATS_NKEY_SEED_FILE, value: /run/kvmesh/nkey.seed}
 - {name: KVMESH_NATS_INBOX_PREFIX, value: _INBOX.{{ .role }}}
-- {name: KVMESH_{{ upper .role }}_METRICS_HOST, value: 0.0.0.0}
+- {name: KVMESH_PROCESS_METRICS_HOST, value: 0.0.0.0}
 - {name: KVMESH_{{ upper .role }}_METRICS_PORT, value: "9090"}
 {{- range $name, $value := merge (dict) .own .root.Values.settings }}
 - {name: {{ $name }}, value: {{ $value | quote }}}

@@ -9,7 +9,6 @@ Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Weight = Annotated[float, Meta(ge=0)]
 LOOPBACK = "127.0.0.1"
-MetricsHost = Annotated[str, Meta(description="address of metrics-port, which needs no API key")]
 # never printed, not a flag; also read from a file: password_file, KVMESH_NATS_PASSWORD_FILE …
 Secret = Annotated[str, Meta(extra={"secret": True})]
 Url = Annotated[str, Meta(extra={"url": True})]  # printed without its user and password

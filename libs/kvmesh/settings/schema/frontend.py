@@ -6,9 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from kvmesh.settings.schema.common import (
-    LOOPBACK,
     Count,
-    MetricsHost,
     Port,
     Seconds,
     Secret,
@@ -36,7 +34,6 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
     metrics_port: Annotated[
         Port, Meta(description="port of this process's own /metrics and /health; 0: none")
     ] = 0
-    metrics_host: MetricsHost = LOOPBACK
     access_log: Annotated[
         Literal["off", "auto", "text", "json"],
         Meta(description="log of one line per request, on standard output; auto: as log.format"),

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
-from kvmesh.settings.schema.common import LOOPBACK, Count, MetricsHost, Port, Seconds, Section
+from kvmesh.settings.schema.common import Count, Port, Seconds, Section
 
 
 class IndexerSettings(Section, frozen=True, kw_only=True):
@@ -47,4 +47,3 @@ class IndexerSettings(Section, frozen=True, kw_only=True):
         Seconds, Meta(description="longest wait for the reply of another shard")
     ] = 0.2
     metrics_port: Annotated[Port, Meta(description="port of /metrics and /health; 0: none")] = 0
-    metrics_host: MetricsHost = LOOPBACK

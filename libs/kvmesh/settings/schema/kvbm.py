@@ -6,8 +6,6 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from kvmesh.settings.schema.common import (
-    LOOPBACK,
-    MetricsHost,
     Port,
     Seconds,
     Secret,
@@ -99,4 +97,3 @@ class KvbmSettings(Section, frozen=True, kw_only=True):
         Meta(description="64 hexadecimal digits, the key of block digests; none: the mesh's"),
     ] = None
     metrics_port: Annotated[Port, Meta(description="port of /metrics and /health; 0: none")] = 0
-    metrics_host: MetricsHost = LOOPBACK

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
-from kvmesh.settings.schema.common import Seconds, Secret, Section, Url
+from kvmesh.settings.schema.common import LOOPBACK, Seconds, Secret, Section, Url
 
 
 class NatsSettings(Section, frozen=True, kw_only=True):
@@ -118,6 +118,9 @@ class LogSettings(Section, frozen=True, kw_only=True):
 
 class ProcessSettings(Section, frozen=True, kw_only=True):
     TUNING: ClassVar = "hang_timeout_s"
+    metrics_host: Annotated[
+        str, Meta(description="address of each service's metrics-port, which needs no API key")
+    ] = LOOPBACK
     hang_timeout_s: Annotated[
         Seconds, Meta(description="a service whose event loop is blocked for this long exits")
     ] = 30.0

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from kvmesh.settings.schema.common import LOOPBACK, Count, MetricsHost, Port, Seconds, Section
+from kvmesh.settings.schema.common import Count, Port, Seconds, Section
 
 
 class OracleSettings(Section, frozen=True, kw_only=True):
@@ -17,4 +17,3 @@ class OracleSettings(Section, frozen=True, kw_only=True):
         Count, Meta(description="most memory for their block hashes, in bytes")
     ] = 64 << 20
     metrics_port: Annotated[Port, Meta(description="port of /metrics and /health; 0: none")] = 0
-    metrics_host: MetricsHost = LOOPBACK

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, field
 
-from kvmesh.settings.schema.common import LOOPBACK, MetricsHost, Port, Seconds, Section
+from kvmesh.settings.schema.common import Port, Seconds, Section
 
 Promises = list[Annotated[str, Meta(pattern=r"^\S+$")]]
 
@@ -87,7 +87,6 @@ class PlannerSettings(Section, frozen=True, kw_only=True):
         ),
     ] = 0.0
     metrics_port: Annotated[Port, Meta(description="port of /metrics and /health; 0: none")] = 0
-    metrics_host: MetricsHost = LOOPBACK
     compose_file: Annotated[
         Path | None, Meta(description="compose: the file of the services that the pools name")
     ] = None

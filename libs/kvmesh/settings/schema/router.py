@@ -5,9 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta, field
 
 from kvmesh.settings.schema.common import (
-    LOOPBACK,
     Count,
-    MetricsHost,
     Port,
     Seconds,
     Section,
@@ -186,4 +184,3 @@ class RouterSettings(Section, frozen=True, kw_only=True):
         Meta(description="an adapter that is not pinned makes room after so long without use"),
     ] = 60.0
     metrics_port: Annotated[Port, Meta(description="port of /metrics and /health; 0: none")] = 0
-    metrics_host: MetricsHost = LOOPBACK

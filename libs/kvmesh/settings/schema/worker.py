@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
-from kvmesh.settings.schema.common import LOOPBACK, Count, MetricsHost, Port, Seconds, Section
+from kvmesh.settings.schema.common import Count, Port, Seconds, Section
 
 
 class WorkerSettings(Section, frozen=True, kw_only=True):
@@ -127,4 +127,3 @@ class WorkerSettings(Section, frozen=True, kw_only=True):
         ),
     ] = 4096
     metrics_port: Annotated[Port, Meta(description="port of /metrics and /health; 0: none")] = 0
-    metrics_host: MetricsHost = LOOPBACK

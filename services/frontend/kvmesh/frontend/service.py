@@ -344,7 +344,12 @@ async def main(service: Service) -> None:
     service.spawn(prefork.follow_parent(service), "parent")
     service.spawn(publish_warnings(lambda: lease, service.warnings), "warnings")
     service.spawn(publish_settled(lease, frontend.registry.settle), "settled facts")
-    status = await serve_metrics(settings, lambda: not frontend.missing(), service.warnings)
+    status = await serve_metrics(
+        service.settings.process,
+        settings.metrics_port,
+        lambda: not frontend.missing(),
+        service.warnings,
+    )
     service.hurry = asyncio.Event()
     try:
         await service.stopping.wait()

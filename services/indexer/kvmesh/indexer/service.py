@@ -244,7 +244,9 @@ async def main(service: Service) -> None:
     metrics = None
     try:
         settings = service.settings.indexer
-        metrics = await serve_metrics(settings, lambda: indexer.ready, service.warnings)
+        metrics = await serve_metrics(
+            service.settings.process, settings.metrics_port, lambda: indexer.ready, service.warnings
+        )
         await indexer.run()
     finally:
         REGISTRY.unregister(collector)

@@ -58,7 +58,9 @@ async def _serve(service: Service, node: KvbmNode) -> None:
     collector = ManagerCollector(node.manager, node.worker_server, node.compatibility)
     REGISTRY.register(collector)
     settings = service.settings.kvbm
-    metrics = await serve_metrics(settings, lambda: node.ready, service.warnings)
+    metrics = await serve_metrics(
+        service.settings.process, settings.metrics_port, lambda: node.ready, service.warnings
+    )
     try:
         await node.open()
         service.start_watchdog()

@@ -147,7 +147,12 @@ class PlannerService:
     async def run(self) -> None:
         """Plan until the service is stopped."""
         service = self._service
-        http = await serve_metrics(self._settings, lambda: self.ready, service.warnings)
+        http = await serve_metrics(
+            service.settings.process,
+            self._settings.metrics_port,
+            lambda: self.ready,
+            service.warnings,
+        )
         await self._lease.open()
         try:
             await self._open()

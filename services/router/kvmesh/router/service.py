@@ -124,7 +124,9 @@ class RouterService:
         """Run as a process of the mesh until the service is stopped."""
         service = self._service
         settings = service.settings.router
-        runner = await serve_metrics(settings, lambda: self.ready, service.warnings)
+        runner = await serve_metrics(
+            service.settings.process, settings.metrics_port, lambda: self.ready, service.warnings
+        )
         card = Instance(
             instance=service.instance,
             role=Role.ROUTER,

@@ -215,7 +215,11 @@ async def _serve(
     for collector in collectors:
         REGISTRY.register(collector)
     http = await serve_metrics(
-        service.settings.worker, lambda: lives.node.ready, service.warnings, lambda: lives.rest
+        service.settings.process,
+        service.settings.worker.metrics_port,
+        lambda: lives.node.ready,
+        service.warnings,
+        lambda: lives.rest,
     )
 
     def started() -> None:

@@ -39,12 +39,11 @@ def claim(settings: Settings, claims: ExitStack) -> Settings:
     if up.metrics_port:
         groups = worker_groups(settings)
         most = sum(most_workers(settings, g) if up.planner else g.processes for g in groups)
-        hosts = [
-            getattr(settings, role).metrics_host
-            for role in METRICS_ORDER
-            for _ in range(most if role == "worker" else getattr(up, COUNTS[role]))
-        ]
-        for number, host in enumerate(hosts):
+        processes = sum(
+            most if role == "worker" else getattr(up, COUNTS[role]) for role in METRICS_ORDER
+        )
+        host = settings.process.metrics_host
+        for number in range(processes):
             _claim_port(host, up.metrics_port + number, "--metrics-port", used)
     return settings
 
