@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 import sys
 import time
 from functools import partial
@@ -58,6 +59,7 @@ from kvmesh.settings.schema import FrontendSettings
 log = logging.getLogger(__name__)
 CHECK_S = 1.0
 CLOSE_LOG_S = 1.0
+RECORDS_S = 60.0  # between two deletions of what killed workers left
 TELL_S = 0.5
 QUIET_S, LOOK_S = 0.25, 0.02  # without a request on any connection, before all are closed
 GRACE_S = 3.0  # for final error frames, after `drain_timeout_s`
@@ -213,6 +215,7 @@ class FrontendService:
         service.spawn(self.monitor.run(), "monitor")
         service.spawn(self.stream_supervisor.run(), "streams")
         service.spawn(self._check_expectations(), "expectations")
+        service.spawn(self._delete_left_records(), "records of workers that are gone")
 
     async def _check_expectations(self) -> None:
         while True:
@@ -223,6 +226,15 @@ class FrontendService:
             self._service.warnings.update("tenant_secret", others)
             metrics.answers_bytes.set(self.answers.size)
             await next_tick(CHECK_S)
+
+    async def _delete_left_records(self) -> None:
+        while True:
+            # at random times: then one frontend deletes them, and the others see it
+            await asyncio.sleep(random.uniform(RECORDS_S / 2, RECORDS_S))
+            try:
+                await self.directory.delete_left_records()
+            except BusError as error:
+                log.debug("records of workers that are gone stay for now: %s", cause(error))
 
     @property
     def labels(self) -> dict[str, str]:
