@@ -119,6 +119,37 @@ async def test_limits_and_mappings_of_the_account_are_found(
     await bus.close()
 
 
+@pytest.mark.parametrize(
+    ("mapping", "subject", "other"),
+    [
+        (
+            '"kvm.kvmesh.kv.*.*": "kvm.kvmesh.kv.moved.{{wildcard(1)}}.{{wildcard(2)}}"',
+            "kvm.kvmesh.kv.doctor.NAME",
+            "kvm.kvmesh.kv.moved.doctor.NAME",
+        ),
+        (
+            '"$KV.kvm-kvmesh-instances.>": "$KV.kvm-kvmesh-instances.of.>"',
+            "$KV.kvm-kvmesh-instances.NAME",
+            "$KV.kvm-kvmesh-instances.of.NAME",
+        ),
+        (
+            '"kvm.kvmesh.seq.*": [{ destination: "kvm.kvmesh.seq.one", weight: 90% }]',
+            "kvm.kvmesh.seq.NAME",
+            "kvm.kvmesh.seq.one",
+        ),
+    ],
+)
+async def test_a_mapping_within_one_stream_is_found(
+    server: NatsServer, limits: StreamLimits, mapping: str, subject: str, other: str
+) -> None:
+    bus = await in_account(server, limits, mappings=mapping)
+    fault = (await found(bus))["fault", "mappings"]
+    assert f"messages on {subject} reach their stream on {other}" in fault
+    assert len(fault.splitlines()) == 1
+    assert all(not info.state.messages for info in await mesh_streams(bus))
+    await bus.close()
+
+
 async def test_an_account_without_jetstream_is_found(
     server: NatsServer, limits: StreamLimits
 ) -> None:

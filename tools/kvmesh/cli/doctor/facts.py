@@ -65,7 +65,8 @@ class Facts:
     streams that every mesh has and that do not exist; `leaderless` those that exist and do not
     answer, with the reason. `others` are the namespaces of further meshes of the account. `lost`
     are subjects on which a probe did not arrive, `astray` those of streams, by stream, on which
-    one did not reach its stream; None if this user could not probe. `caches` are
+    one did not reach its stream; None if this user could not probe. `moved` are subjects under
+    which a stream gets the messages of another one. `caches` are
     what workers served lately, without their events if this user may not ask (`events_refused`).
     `plans` are the latest decision of planners about each model. `anonymous`: this connection has
     no credentials.
@@ -90,6 +91,7 @@ class Facts:
     others: list[str] = field(default_factory=list)
     lost: list[str] | None = None
     astray: dict[str, str] | None = None
+    moved: dict[str, str] = field(default_factory=dict)
     clocks: list[Clock] = field(default_factory=list)
     report: MeshReport | None = None
     ranks: list[RankCheck] | None = None

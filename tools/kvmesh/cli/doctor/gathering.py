@@ -57,6 +57,7 @@ SERVED_SINCE_S = 600.0
 CREDENTIALS = ("user", "password", "token", "credentials", "nkey_seed", "tls_cert")
 SERVERS_S = 0.5  # in which all servers of a cluster reply
 PROBE_S = 1.0
+PROBE = "Kvmesh-Probe"  # header of a message that no stream stores: the subject it was sent to
 PROBES = 5  # on each subject: a mapping may move a share of the messages
 RECENT = 8  # decisions and outcomes whose times are compared with the server's
 MOST_CLOCKS = 64  # workers
@@ -226,16 +227,39 @@ class _Gathering:
             elif kind == "OBJ":
                 probed[stream] = f"$O.{bucket}.C.{name}"  # as the chunks of an object
         known = [stream for stream in probed if stream in streams]
+        seen: dict[str, set[str]] = {}  # by the subject of a probe, those on which it arrived
+
+        def receive(msg: RawMessage) -> None:
+            if msg.headers and (sent := msg.headers.get(PROBE)):
+                seen.setdefault(sent, set()).add(msg.subject)
+
+        patterns = [each for name in known for each in streams[name].config.subjects or ()]
+        watched = patterns if bus.js.is_own else []
+        subscriptions = [await bus.subscribe_raw(pattern, receive) for pattern in watched]
+        await bus.flush()
         arrived = await asyncio.gather(*(self._is_stored(each, probed[each]) for each in known))
+        await bus.flush()  # what has arrived elsewhere is read before the server's answer
+        for subscription in subscriptions:
+            await subscription.unsubscribe()
         self._facts.astray = {
             stream: f"{probed[stream].partition('.doctor')[0]}.>"
             for stream, all_arrived in zip(known, arrived, strict=True)
             if not all_arrived
         }
+        self._facts.moved = {
+            probed[stream].replace(name, "NAME"): sorted(other)[0].replace(name, "NAME")
+            for stream in known
+            if stream not in self._facts.astray
+            and (other := seen.get(probed[stream], set()) - {probed[stream]})
+        }
 
     async def _is_stored(self, stream: str, subject: str) -> bool:
         """True if messages on the subject reach the stream, which refuses each for its number."""
-        headers = {"Nats-Expected-Stream": stream, "Nats-Expected-Last-Sequence": NEVER}
+        headers = {
+            "Nats-Expected-Stream": stream,
+            "Nats-Expected-Last-Sequence": NEVER,
+            PROBE: subject,
+        }
         for _ in range(PROBES):
             try:
                 await self._bus.store(subject, EMPTY, PROBE_S, headers)
