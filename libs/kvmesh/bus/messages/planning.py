@@ -100,6 +100,28 @@ class ModelAlias(Struct, frozen=True, kw_only=True):
     before: list[AliasTarget] = []
 
 
+class SettingChange(Struct, frozen=True, kw_only=True):
+    """A change of one setting: `by` made it at the Unix time `time`.
+
+    `value` is its text, as on a command line; None: the value with which each process started.
+    """
+
+    name: str
+    value: str | None
+    by: str
+    time: float
+
+
+class ChangedSettings(Struct, frozen=True, kw_only=True):
+    """The settings of a service that were changed in the running mesh, by `SECTION.KEY`.
+
+    `changes` are the latest ones, oldest first.
+    """
+
+    values: dict[str, str]
+    changes: list[SettingChange] = []
+
+
 class IdleModel(Struct, frozen=True, kw_only=True):
     """A model that may have no worker: its requests wait for one, and frontends post `Wake`s.
 

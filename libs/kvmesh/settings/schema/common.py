@@ -12,6 +12,7 @@ LOOPBACK = "127.0.0.1"
 MetricsHost = Annotated[str, Meta(description="address of metrics-port, which needs no API key")]
 # never printed, not a flag; also read from a file: password_file, KVMESH_NATS_PASSWORD_FILE …
 Secret = Annotated[str, Meta(extra={"secret": True})]
+LIVE = {"live": True}  # `kvmesh config set` changes it in running processes
 Url = Annotated[str, Meta(extra={"url": True})]  # printed without its user and password
 
 

@@ -11,6 +11,7 @@ from aiohttp import hdrs, web
 from msgspec.structs import replace
 from prometheus_client import REGISTRY
 
+from kvmesh.bus.discovery.changed_settings import ChangedSettingsReader
 from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.discovery.settled import publish_settled
@@ -23,6 +24,7 @@ from kvmesh.bus.ticks import next_tick
 from kvmesh.frontend import metrics, prefork
 from kvmesh.frontend.aliases.reader import AliasReader
 from kvmesh.frontend.answers.store import AnswerStore
+from kvmesh.frontend.auth.admission import Admission
 from kvmesh.frontend.auth.authenticator import Authenticator, KeysError
 from kvmesh.frontend.auth.shared_limits import SharedLimits
 from kvmesh.frontend.auth.tenant_secret import LABEL, other_secrets, share_tenant_secret
@@ -54,6 +56,7 @@ from kvmesh.runtime.logs import TextFormatter
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import publish_warnings
+from kvmesh.settings.live import LiveSection
 from kvmesh.settings.schema import FrontendSettings
 
 log = logging.getLogger(__name__)
@@ -85,6 +88,10 @@ class FrontendService:
         self.aliases = AliasReader(service.bus, self.registry.aliases)
         self.waker = Waker(service.bus, service.instance, self.registry, settings.max_waking)
         self.directory = Directory(service.bus, service.limits, self._joined, self._left)
+        self._admission = Admission(settings.max_in_flight)
+        self.changed_settings = ChangedSettingsReader(
+            service.bus, "frontend", LiveSection("frontend", settings), self._take_settings
+        )
         self.inbox = TokenInbox()
         self.events = SequenceEventPublisher(service.bus, service.instance, self.directory)
         self.routes = RouteClient(service.bus, self.events)
@@ -142,6 +149,12 @@ class FrontendService:
             self.authenticator,
             self._tenants,
         )
+
+    def _take_settings(self) -> None:
+        """Hand changed settings to the parts that do not look at them at each use."""
+        self._admission.limit = self._settings.max_in_flight
+        self.monitor.stall_timeout = self._settings.stall_timeout_s
+        self.stream_supervisor.slow_reader_s = self._settings.slow_reader_s
 
     def _receive(self, output: StepOutput) -> None:
         for stream in self.inbox.receive(output):
@@ -207,6 +220,7 @@ class FrontendService:
         self.registry.adopt_settled()
         await self.idle_models.open()
         await self.aliases.open()
+        await self.changed_settings.open()
         await self.cache_api.open(self.directory.instances)
         service.spawn(self.authenticator.run(), "keys")
         service.spawn(self.events.run(), "sequence events")
@@ -239,7 +253,7 @@ class FrontendService:
     @property
     def labels(self) -> dict[str, str]:
         """The labels of this frontend's card."""
-        return {LABEL: self._tenants.fingerprint}
+        return {LABEL: self._tenants.fingerprint, **self.changed_settings.labels}
 
     async def keep_labels(self, lease: Lease) -> None:
         """Have the present labels on the card; raises BusError."""
@@ -281,14 +295,13 @@ class FrontendService:
         self.events.flush()
         await self.idle_models.close()
         await self.aliases.close()
+        await self.changed_settings.close()
         await self.directory.close()
         await asyncio.to_thread(self._lines.close, CLOSE_LOG_S)
 
     def application(self) -> web.Application:
         settings = self._settings
-        runner = RequestRunner(
-            self.dispatcher, self.events, settings.route_timeout_s, self.expectations
-        )
+        runner = RequestRunner(self.dispatcher, self.events, self.expectations)
         parts = Dependencies(
             settings,
             self.registry,
@@ -300,6 +313,7 @@ class FrontendService:
             self.cache_api.session_hooks,
             self.routes.arrivals,
             self._service.bus.promptness,
+            self._admission,
             self.background,
         )
         name = self._service.name
@@ -356,6 +370,7 @@ async def main(service: Service) -> None:
     service.spawn(prefork.follow_parent(service), "parent")
     service.spawn(publish_warnings(lambda: lease, service.warnings), "warnings")
     service.spawn(publish_settled(lease, frontend.registry.settle), "settled facts")
+    service.spawn(frontend.changed_settings.show(lease), "changed settings")
     status = await serve_metrics(settings, lambda: not frontend.missing(), service.warnings)
     service.hurry = asyncio.Event()
     try:

@@ -49,7 +49,7 @@ def _markdown_lines() -> Iterator[str]:
                 f"`{option.env}`" + (" or `…_FILE`" if option.secret else ""),
                 "secret" if option.secret else metavar(option).replace("|", "\\|"),
                 f"`{default}`" if default else "–",
-                option.description,
+                f"{option.description}{' (live)' if option.live else ''}",
             ]
             yield f"| {' | '.join(cells)} |"
         yield ""

@@ -7,6 +7,7 @@ from aiohttp import web
 
 from kvmesh.bus.promptness import Promptness
 from kvmesh.frontend.apis.base import Api, ApiCall, ConversationThread, RequestStamp
+from kvmesh.frontend.auth.admission import Admission
 from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.dispatch.route_client import Arrivals
@@ -50,6 +51,7 @@ class Dependencies:
     session_hooks: SessionHooks
     arrivals: Arrivals
     promptness: Promptness
+    admission: Admission
     background: BackgroundResponses
 
 

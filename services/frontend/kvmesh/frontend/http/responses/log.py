@@ -60,7 +60,7 @@ class EventRecord(Struct, array_like=True):
 
 
 class _Parts(Struct, array_like=True):
-    """What stands in place of a value that is stored in parts."""
+    """The names of the parts, in place of a value that is stored in them."""
 
     token: str
     count: int
