@@ -90,7 +90,9 @@ class AliasTarget(Struct, frozen=True):
 class ModelAlias(Struct, frozen=True, kw_only=True):
     """A name under which clients reach several models; `by` set it at the Unix time `time`.
 
-    `before` are the targets that it had before the last change, none if it was new.
+    `before` are the targets that it had before the last change, none if it was new, and
+    `shadows_before` the shadows. `shadows` get copies of the requests of some sessions, whose
+    answers are thrown away; their weight is the percentage of sessions.
     """
 
     name: str
@@ -98,6 +100,8 @@ class ModelAlias(Struct, frozen=True, kw_only=True):
     by: str = ""
     time: float = 0.0
     before: list[AliasTarget] = []
+    shadows: list[AliasTarget] = []
+    shadows_before: list[AliasTarget] = []
 
 
 class SettingChange(Struct, frozen=True, kw_only=True):

@@ -36,6 +36,7 @@ from kvmesh.frontend.dispatch.token_inbox import TokenInbox, step_decoder
 from kvmesh.frontend.dispatch.work_client import WorkClient
 from kvmesh.frontend.generation.active_request import RequestRunner
 from kvmesh.frontend.generation.cache_expectations import CacheExpectations
+from kvmesh.frontend.generation.shadows import ShadowTraffic
 from kvmesh.frontend.http.access_log import configure as configure_access_log
 from kvmesh.frontend.http.cache.api import CacheApi
 from kvmesh.frontend.http.generate import Dependencies
@@ -315,6 +316,7 @@ class FrontendService:
             self._service.bus.promptness,
             self._admission,
             self.background,
+            ShadowTraffic(self.registry, self.preprocessor, runner),
         )
         name = self._service.name
         form = settings.access_log
@@ -324,6 +326,7 @@ class FrontendService:
         app = application(parts, self, more, warnings, access_log)
         app.on_response_prepare.append(self._end_connection)
         app.on_shutdown.append(self.drain)
+        app.on_cleanup.append(lambda _: parts.shadows.close())
         return app
 
 
