@@ -22,15 +22,9 @@ async def test_an_owner_with_many_callers_delays_no_other() -> None:
 
 async def test_a_lone_caller_goes_on_at_once_and_one_that_is_gone_takes_no_turn() -> None:
     turns = FairTurns(1)
-    taken = turns.take("a")
-    try:
-        taken.send(None)
-    except StopIteration:
-        pass
-    else:
-        raise AssertionError("it waits")
-    gone, waiting = asyncio.create_task(turns.take("a")), asyncio.create_task(turns.take("b"))
+    alone, gone, waiting = (asyncio.create_task(turns.take(owner)) for owner in "abc")
     await asyncio.sleep(0)
+    assert [task.done() for task in (alone, gone, waiting)] == [True, False, False]
     gone.cancel()
     await asyncio.wait_for(waiting, 30)
     assert gone.cancelled()
