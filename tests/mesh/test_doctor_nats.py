@@ -93,7 +93,7 @@ def test_the_cause_is_printed_if_nothing_can_be_asked(
 
 
 def arguments(as_json: bool) -> argparse.Namespace:
-    return argparse.Namespace(json=as_json, role=None)
+    return argparse.Namespace(json=as_json, role=None, monitoring="")
 
 
 async def test_limits_and_mappings_of_the_account_are_found(

@@ -55,6 +55,29 @@ class DiskSpace(Struct, frozen=True):
     effect: str
 
 
+class MonitoredServer(Struct, frozen=True):
+    """JetStream of the server whose monitoring port is `url`, as far as it `stores` anything.
+
+    It syncs its files every `sync_s` seconds, or at each message if `sync_always`; 0: unknown. It
+    has stored `used` of `most` bytes.
+    """
+
+    url: str
+    stores: bool
+    sync_s: float
+    sync_always: bool
+    used: int
+    most: int
+
+
+class OpenFrontend(Struct, frozen=True):
+    """A frontend that listens beyond its machine, at `url`."""
+
+    instance: str
+    url: str
+    needs_key: bool
+
+
 @dataclass
 class Facts:
     """Facts about a mesh and its NATS servers.
@@ -69,7 +92,8 @@ class Facts:
     which a stream gets the messages of another one. `caches` are
     what workers served lately, without their events if this user may not ask (`events_refused`).
     `plans` are the latest decision of planners about each model. `anonymous`: this connection has
-    no credentials.
+    no credentials. `monitored` is what NATS's monitoring port tells, if it was asked, and
+    `monitoring_fault` why it tells nothing. `frontends` are those that listen beyond their machine.
     """
 
     namespace: str
@@ -100,3 +124,6 @@ class Facts:
     plans: list[ScalingDecision] = field(default_factory=list)
     disks: list[DiskSpace] = field(default_factory=list)
     anonymous: bool = False
+    monitored: MonitoredServer | None = None
+    monitoring_fault: str = ""
+    frontends: list[OpenFrontend] = field(default_factory=list)

@@ -43,6 +43,7 @@ from kvmesh.bus.permissions import ALL_SERVERS, USER_INFO
 from kvmesh.bus.streams.configuration import mesh_streams, needed_streams
 from kvmesh.bus.streams.server_check import check_server
 from kvmesh.cli.doctor.facts import Clock, DiskSpace, Facts, NatsServer, UsedLimit
+from kvmesh.cli.doctor.http_facts import MonitoringError, monitored, open_frontends
 from kvmesh.cli.planning.history import read_decisions
 from kvmesh.cli.status.index_checks import check_ranks
 from kvmesh.cli.status.report import gather
@@ -68,8 +69,11 @@ _routes: MessageDecoder[Decision | Outcome] = MessageDecoder(Decision | Outcome)
 _batches = MessageDecoder(KvBatch)
 
 
-async def gather_facts(bus: Bus, settings: Settings) -> Facts:
-    """All facts that can be had within about ASK_S, or REPORT_S where NATS is well."""
+async def gather_facts(bus: Bus, settings: Settings, monitoring: str = "") -> Facts:
+    """All facts that can be had within about ASK_S, or REPORT_S where NATS is well.
+
+    `monitoring` is the URL of the server's monitoring port; empty: it is not asked.
+    """
     facts = Facts(
         namespace=bus.options.namespace,
         server=bus.server,
@@ -96,6 +100,13 @@ async def gather_facts(bus: Bus, settings: Settings) -> Facts:
         await gathering.ranks()
         await gathering.ask("what engines serve", gathering.caches, SERVED_S)
         await gathering.ask("plans", gathering.plans)
+        cards = [member.card for member in facts.report.instances]
+        facts.frontends = await open_frontends(cards)
+    if monitoring:
+        try:
+            facts.monitored = await monitored(monitoring)
+        except MonitoringError as error:
+            facts.monitoring_fault = str(error)
     facts.disks = disks_here(settings)
     return facts
 
