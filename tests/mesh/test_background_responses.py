@@ -1,7 +1,9 @@
 """Background responses: their streams are resumed, also on another frontend once theirs is gone."""
 
 import asyncio
+import base64
 import hashlib
+import random
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -229,3 +231,40 @@ async def test_who_reads_a_response_has_the_key_for_other_requests_afterwards(
 
         await eventually(finished)
         assert (await reader.responses.retrieve(begun.id)).output_text
+
+
+async def test_events_that_exceed_a_message_are_streamed_again(tmp_path: Path) -> None:
+    """Under a NATS server with the least `max_payload`."""
+    server = NatsServer(tmp_path / "nats")
+    server.max_payload = "1MB"
+    server.start()
+    mesh = Mesh(server.url, tmp_path)
+    context = {"KVMESH_WORKER_CONTEXT": "2000000", "KVMESH_MOCK_BLOCKS": str(1 << 17)}
+    context["KVMESH_MOCK_SPEEDUP"] = "1000"
+    noise = random.Random(0).randbytes(1_200_000)
+    text = base64.b64encode(noise).decode()  # three quarters of it are left once compressed
+    instructions = " ".join(text[at : at + 60] for at in range(0, len(text), 60))
+    try:
+        mesh.start("indexer", "indexer-0")
+        mesh.start("router", "router-0")
+        mesh.start("worker", "worker-0", **context)
+        mesh.start("frontend", "frontend-0")
+        await mesh.ready()
+        async with AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="n", max_retries=0) as client:
+            fields = request("Hi", max_output_tokens=4, instructions=instructions)
+            begun = await client.responses.create(**fields, background=True)
+
+            async def ended() -> bool:
+                found = await client.responses.retrieve(begun.id)
+                return found.status == "incomplete" and found.instructions == instructions
+
+            await eventually(ended)
+            events = [
+                event async for event in await client.responses.retrieve(begun.id, stream=True)
+            ]
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            assert events[-1].type == "response.incomplete"
+        assert "maximum payload" not in mesh.logs()
+    finally:
+        mesh.stop()
+        server.stop()

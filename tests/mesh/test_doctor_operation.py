@@ -108,8 +108,9 @@ async def test_a_reader_that_lags_is_named(mesh: Mesh) -> None:
     mesh.processes["indexer-0"].send_signal(signal.SIGSTOP)
     try:
         subject = bus.subjects.kv("kvmesh-demo", "nobody")
-        for number in range(READER_LAG + 100):
-            bus.post(subject, KvBatch("nobody", "nobody-1", 0, number, time.time(), []))
+        # the server counts what it has not sent; its flow control lets 32 MiB be on their way
+        for number in range(READER_LAG + 6000):
+            bus.post(subject, KvBatch("n" * 8192, "nobody-1", 0, number, time.time(), []))
             if number % 500 == 0:
                 await bus.flush()
         await bus.flush()
