@@ -1,7 +1,6 @@
 """Background responses: their streams are resumed, also on another frontend once theirs is gone."""
 
 import asyncio
-import base64
 import hashlib
 import random
 import signal
@@ -16,6 +15,11 @@ from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError
 from support.mesh import Mesh
 from support.nats import NatsServer, free_port
 from support.wait import eventually
+
+from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.streams.configuration import ensure_streams
+from kvmesh.frontend.http.responses.log import MAX_BODY, EventRecord, RunHead
+from kvmesh.frontend.http.responses.store import ResponseStore
 
 MODEL = "kvmesh-demo"
 TOKENS = 300
@@ -233,38 +237,31 @@ async def test_who_reads_a_response_has_the_key_for_other_requests_afterwards(
         assert (await reader.responses.retrieve(begun.id)).output_text
 
 
-async def test_events_that_exceed_a_message_are_streamed_again(tmp_path: Path) -> None:
+async def test_events_that_exceed_a_message_are_stored_and_deleted(tmp_path: Path) -> None:
     """Under a NATS server with the least `max_payload`."""
     server = NatsServer(tmp_path / "nats")
     server.max_payload = "1MB"
     server.start()
-    mesh = Mesh(server.url, tmp_path)
-    context = {"KVMESH_WORKER_CONTEXT": "2000000", "KVMESH_MOCK_BLOCKS": str(1 << 17)}
-    context["KVMESH_MOCK_SPEEDUP"] = "1000"
-    noise = random.Random(0).randbytes(1_200_000)
-    text = base64.b64encode(noise).decode()  # three quarters of it are left once compressed
-    instructions = " ".join(text[at : at + 60] for at in range(0, len(text), 60))
+    bus = await Bus.connect(BusOptions(url=server.url), "test")
     try:
-        mesh.start("indexer", "indexer-0")
-        mesh.start("router", "router-0")
-        mesh.start("worker", "worker-0", **context)
-        mesh.start("frontend", "frontend-0")
-        await mesh.ready()
-        async with AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="n", max_retries=0) as client:
-            fields = request("Hi", max_output_tokens=4, instructions=instructions)
-            begun = await client.responses.create(**fields, background=True)
-
-            async def ended() -> bool:
-                found = await client.responses.retrieve(begun.id)
-                return found.status == "incomplete" and found.instructions == instructions
-
-            await eventually(ended)
-            events = [
-                event async for event in await client.responses.retrieve(begun.id, stream=True)
-            ]
-            assert [event.sequence_number for event in events] == list(range(len(events)))
-            assert events[-1].type == "response.incomplete"
-        assert "maximum payload" not in mesh.logs()
+        store = ResponseStore(bus, 3600.0, 256 << 20)
+        await ensure_streams(bus)
+        log = store.log("resp_large", "tenant")
+        noise = random.Random(0).randbytes
+        body, response = noise(MAX_BODY), noise(3 << 20)
+        revision = await log.begin(RunHead("frontend", "t", 0, body, {}, b"{}"))
+        records = [EventRecord(noise(size), [1], [1]) for size in (10, 5 << 20)]
+        for number, record in enumerate(records):
+            await log.append(number, record)
+        head, _ = await log.head()
+        assert head.body == body
+        await log.replace(RunHead("", "t", 0, b"", {}, response), revision)
+        assert (await log.head())[0].response == response
+        assert [await log.record(number) for number in range(3)] == [*records, None]
+        await store.purge("resp_large", "tenant")
+        stream = f"KV_{bus.subjects.responses_bucket}"
+        assert (await bus.js.stream_info(stream)).state.messages == 0
+        assert bus.counts.reconnects == 0
     finally:
-        mesh.stop()
+        await bus.close()
         server.stop()

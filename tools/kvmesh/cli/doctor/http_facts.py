@@ -49,12 +49,16 @@ def _json(url: str) -> dict[str, Any]:
 
 async def open_frontends(cards: Iterable[Instance]) -> list[OpenFrontend]:
     """The frontends that listen beyond their machine, and whether they need a key."""
-    asked = [c for c in cards if c.role is Role.FRONTEND and _is_exposed(c.endpoint)]
-    answers = [asyncio.to_thread(_needs_key, card.endpoint) for card in asked[:MOST_FRONTENDS]]
-    needed = await asyncio.gather(*answers)
+    exposed = {
+        card.instance: card.endpoint
+        for card in cards
+        if card.role is Role.FRONTEND and card.endpoint and _is_exposed(card.endpoint)
+    }
+    asked = dict(list(exposed.items())[:MOST_FRONTENDS])
+    needed = await asyncio.gather(*(asyncio.to_thread(_needs_key, url) for url in asked.values()))
     return [
-        OpenFrontend(card.instance, card.endpoint, needs_key)
-        for card, needs_key in zip(asked, needed, strict=False)
+        OpenFrontend(instance, url, needs_key)
+        for (instance, url), needs_key in zip(asked.items(), needed, strict=True)
         if needs_key is not None
     ]
 
