@@ -69,7 +69,7 @@ def _is_exposed(endpoint: str) -> bool:
 
 
 def _needs_key(endpoint: str) -> bool | None:
-    """Whether a list of models needs a key; None if this machine does not reach the frontend."""
+    """True if a list of models needs a key; None if this machine does not reach the frontend."""
     parts = urlsplit(endpoint)
     host = "127.0.0.1" if parts.hostname in ANY_HOST else parts.netloc.rpartition(":")[0]
     try:

@@ -42,7 +42,7 @@ def disks(facts: Facts) -> Iterator[Finding]:
 
 
 def store(facts: Facts) -> Iterator[Finding]:
-    """How much a machine that loses its power loses, and how full JetStream's storage is."""
+    """The interval in which JetStream syncs its files, and the use of its storage."""
     if facts.monitoring_fault:
         yield Finding("fault", "nats", facts.monitoring_fault)
     found = facts.monitored
