@@ -100,8 +100,8 @@ async def gather_facts(bus: Bus, settings: Settings, monitoring: str = "") -> Fa
         await gathering.ranks()
         await gathering.ask("what engines serve", gathering.caches, SERVED_S)
         await gathering.ask("plans", gathering.plans)
-        cards = [member.card for member in facts.report.instances]
-        facts.frontends = await open_frontends(cards)
+        members = facts.report.instances
+        facts.frontends = await open_frontends(member.card for member in members)
     if monitoring:
         try:
             facts.monitored = await monitored(monitoring)
