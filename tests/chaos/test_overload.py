@@ -6,8 +6,10 @@ most of the time; another tenant sends short requests beside them.
 
 import asyncio
 import hashlib
+import json
 import re
 import signal
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from support import short_requests
 from support.mesh import Mesh
 from support.nats import NatsServer
 
@@ -24,19 +27,19 @@ TOKENS = 2000
 RUN_S = 30.0
 STOPPED_S, RUNS_S = 0.15, 0.1
 STREAM_BYTES = 512 << 10  # of a frontend, for a stream whose client does not read (docs/api.md)
+LEAST_SHORT = 10  # on a machine that is shared with many; its share of the frontend serves hundreds
 ACCUSING = re.compile(
     r"does not reply|is gone|leaves no worker|migrates off|cannot renew the lease|lease had ended"
 )
 
 
 class Load:
-    """Clients of one tenant; `outcomes` counts how their requests ended."""
+    """Streams of one tenant; `outcomes` counts how they ended."""
 
     def __init__(self, url: str, key: str) -> None:
         self._url = url
         self._headers = {"authorization": f"Bearer {key}"}
         self.outcomes: Counter[str] = Counter()
-        self.seconds: list[float] = []
         limits = httpx.Limits(max_connections=2 * STREAMS)
         self._client = httpx.AsyncClient(timeout=120, limits=limits, headers=self._headers)
 
@@ -60,21 +63,6 @@ class Load:
                 if slow:
                     await asyncio.sleep(1)
         self.outcomes["whole"] += 1
-
-    async def short_requests(self, until: float) -> None:
-        """Short requests, one after another."""
-        number = 0
-        while time.monotonic() < until:
-            number += 1
-            body = {"model": "kvmesh-demo", "prompt": f"Short {number}. " * 4, "max_tokens": 8}
-            began = time.monotonic()
-            reply = await self._client.post(f"{self._url}/v1/completions", json=body)
-            self.seconds.append(time.monotonic() - began)
-            if reply.status_code == 200:
-                self.outcomes["whole"] += 1
-            else:
-                await self._refused(reply)
-                await asyncio.sleep(1)
 
     async def _refused(self, reply: httpx.Response) -> None:
         text = (await reply.aread()).decode()
@@ -125,38 +113,42 @@ async def test_an_overloaded_frontend_accuses_nobody(
             mesh.start("worker", name, **engine)
         mesh.start("frontend", "frontend-0", KVMESH_FRONTEND_KEYS_FILE=str(keys_file(tmp_path)))
         await mesh.ready()
-        many, few = Load(mesh.url, "many"), Load(mesh.url, "few")
+        many = Load(mesh.url, "many")
         process = psutil.Process(mesh.processes["frontend-0"].pid)
         before, most = process.memory_info().rss, 0
-        until = time.monotonic() + RUN_S
         tasks = [asyncio.create_task(many.stream(n, n % 2 == 0)) for n in range(streams)]
-        tasks_of_few = asyncio.create_task(few.short_requests(until))
+        few = await asyncio.create_subprocess_exec(
+            *(sys.executable, short_requests.__file__, mesh.url, "few", str(RUN_S)),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        until = time.monotonic() + RUN_S
         starving = asyncio.create_task(starve(mesh, until))
         while time.monotonic() < until:
             most = max(most, process.memory_info().rss)
             await asyncio.sleep(0.5)
-        await asyncio.wait([tasks_of_few, starving])
+        await starving
+        output, _ = await few.communicate()
         for task in tasks:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         errors = Counter(repr(each) for each in results if isinstance(each, Exception))
         await many.close()
-        await few.close()
+        short = json.loads(output)
         # others accuse each other too where the machine has too little time for all
         lines = (tmp_path / "frontend-0.log").read_text().splitlines()
         accusations = [line for line in lines if ACCUSING.search(line)]
-        seconds = sorted(few.seconds)
+        seconds = sorted(short["seconds"])
         print(
             f"many {dict(many.outcomes)} {errors} running {sum(t.cancelled() for t in tasks)};"
-            f" few {dict(few.outcomes)} median {seconds[len(seconds) // 2]:.2f}"
+            f" few {short['outcomes']} median {seconds[len(seconds) // 2]:.2f}"
             f" max {seconds[-1]:.2f} s; memory {before >> 20} -> {most >> 20} MiB;"
             f" accusations {accusations}"
         )
         assert not accusations
         assert not errors
         assert set(many.outcomes) <= {"whole", "refused"}
-        assert set(few.outcomes) == {"whole"}
+        assert set(short["outcomes"]) == {"whole"}
         assert most - before < streams * STREAM_BYTES
-        assert few.outcomes["whole"]
+        assert len(seconds) >= LEAST_SHORT
     finally:
         mesh.stop()

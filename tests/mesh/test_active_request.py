@@ -84,7 +84,7 @@ class Frontend:
             settings,
             RouterSettings(),
         )
-        self.runner = RequestRunner(dispatcher, self.events, 60.0)
+        self.runner = RequestRunner(dispatcher, self.events)
 
     def monitored(self, stall_timeout: float) -> LivenessMonitor:
         return LivenessMonitor(self.bus, self.workers, self.events, stall_timeout)

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import random
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -14,6 +15,11 @@ from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError
 from support.mesh import Mesh
 from support.nats import NatsServer, free_port
 from support.wait import eventually
+
+from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.streams.configuration import ensure_streams
+from kvmesh.frontend.http.responses.log import MAX_BODY, EventRecord, RunHead
+from kvmesh.frontend.http.responses.store import ResponseStore
 
 MODEL = "kvmesh-demo"
 TOKENS = 300
@@ -229,3 +235,33 @@ async def test_who_reads_a_response_has_the_key_for_other_requests_afterwards(
 
         await eventually(finished)
         assert (await reader.responses.retrieve(begun.id)).output_text
+
+
+async def test_events_that_exceed_a_message_are_stored_and_deleted(tmp_path: Path) -> None:
+    """Under a NATS server with the least `max_payload`."""
+    server = NatsServer(tmp_path / "nats")
+    server.max_payload = "1MB"
+    server.start()
+    bus = await Bus.connect(BusOptions(url=server.url), "test")
+    try:
+        store = ResponseStore(bus, 3600.0, 256 << 20)
+        await ensure_streams(bus)
+        log = store.log("resp_large", "tenant")
+        noise = random.Random(0).randbytes
+        body, response = noise(MAX_BODY), noise(3 << 20)
+        revision = await log.begin(RunHead("frontend", "t", 0, body, {}, b"{}"))
+        records = [EventRecord(noise(size), [1], [1]) for size in (10, 5 << 20)]
+        for number, record in enumerate(records):
+            await log.append(number, record)
+        head, _ = await log.head()
+        assert head.body == body
+        await log.replace(RunHead("", "t", 0, b"", {}, response), revision)
+        assert (await log.head())[0].response == response
+        assert [await log.record(number) for number in range(3)] == [*records, None]
+        await store.purge("resp_large", "tenant")
+        stream = f"KV_{bus.subjects.responses_bucket}"
+        assert (await bus.js.stream_info(stream)).state.messages == 0
+        assert bus.counts.reconnects == 0
+    finally:
+        await bus.close()
+        server.stop()

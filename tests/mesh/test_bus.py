@@ -7,6 +7,7 @@ import re
 import threading
 import time
 import weakref
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from support.nats import NatsServer, free_port
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions, Reply
+from kvmesh.bus.discovery.cards import MOST_LEFT, RECORD, RECORD_TTL_S
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.discovery.leases import Lease, delete_lease
 from kvmesh.bus.discovery.worker_reports import follow_loads
@@ -520,6 +522,37 @@ async def test_a_renewal_with_a_lost_reply_does_not_end_the_lease(
     await eventually(renewed)
     assert not lapses
     await lease.close()
+
+
+@pytest.mark.parametrize("lease_s", [1.0])
+async def test_workers_that_are_killed_again_and_again_leave_few_records(
+    bus: Bus, limits: StreamLimits
+) -> None:
+    bucket = bus.bucket(bus.subjects.instances_bucket)
+    alive = Lease(bus, card("alive"), limits)
+    await alive.open()
+    for role in (Role.WORKER, Role.PARKED):
+        for number in range(MOST_LEFT + 8):
+            key = bus.subjects.lease_key(role, f"killed-{number}")
+            await bucket.create(f"{key}{RECORD}", b"", msg_ttl=RECORD_TTL_S)
+    directory = Directory(bus, limits)
+    await directory.open()
+
+    async def records() -> Counter[str]:
+        keys = [key for key in await bucket.keys() if key.endswith(RECORD)]
+        return Counter(".".join(key.split(".")[:2]) for key in keys)
+
+    async def few() -> bool:
+        await directory.delete_left_records()
+        return await records() == {
+            "worker.alive": 1,
+            "worker.killed": MOST_LEFT,
+            "parked.killed": MOST_LEFT,
+        }
+
+    await eventually(few)
+    await directory.close()
+    await alive.close()
 
 
 async def test_a_directory_of_one_role_has_no_others(bus: Bus, limits: StreamLimits) -> None:

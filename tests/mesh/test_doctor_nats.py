@@ -93,7 +93,7 @@ def test_the_cause_is_printed_if_nothing_can_be_asked(
 
 
 def arguments(as_json: bool) -> argparse.Namespace:
-    return argparse.Namespace(json=as_json, role=None)
+    return argparse.Namespace(json=as_json, role=None, monitoring="")
 
 
 async def test_limits_and_mappings_of_the_account_are_found(
@@ -116,6 +116,37 @@ async def test_limits_and_mappings_of_the_account_are_found(
     assert all(not info.state.messages for info in await mesh_streams(bus))
     assert texts["ok", "streams"] == "streams: 11, none is missing"
     assert "none is ready" in texts["fault", "processes"]
+    await bus.close()
+
+
+@pytest.mark.parametrize(
+    ("mapping", "subject", "other"),
+    [
+        (
+            '"kvm.kvmesh.kv.*.*": "kvm.kvmesh.kv.moved.{{wildcard(1)}}.{{wildcard(2)}}"',
+            "kvm.kvmesh.kv.doctor.NAME",
+            "kvm.kvmesh.kv.moved.doctor.NAME",
+        ),
+        (
+            '"$KV.kvm-kvmesh-instances.>": "$KV.kvm-kvmesh-instances.of.>"',
+            "$KV.kvm-kvmesh-instances.NAME",
+            "$KV.kvm-kvmesh-instances.of.NAME",
+        ),
+        (
+            '"kvm.kvmesh.seq.*": [{ destination: "kvm.kvmesh.seq.one", weight: 90% }]',
+            "kvm.kvmesh.seq.NAME",
+            "kvm.kvmesh.seq.one",
+        ),
+    ],
+)
+async def test_a_mapping_within_one_stream_is_found(
+    server: NatsServer, limits: StreamLimits, mapping: str, subject: str, other: str
+) -> None:
+    bus = await in_account(server, limits, mappings=mapping)
+    fault = (await found(bus))["fault", "mappings"]
+    assert f"messages on {subject} reach their stream on {other}" in fault
+    assert len(fault.splitlines()) == 1
+    assert all(not info.state.messages for info in await mesh_streams(bus))
     await bus.close()
 
 

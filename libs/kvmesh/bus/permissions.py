@@ -101,7 +101,8 @@ def _frontend(s: Subjects, name: str) -> Grant:
             *(s.sessions, s.limits, s.traces, s.seq(ANY), s.route(ANY), s.wake(ANY)),
             s.tool(ANY),
             *_lease(s, User.FRONTEND, name),
-            *_lease(s, User.WORKER, ANY),  # to delete leases of dead workers
+            *_lease(s, User.WORKER, ANY),  # to delete leases and records of dead workers
+            *_lease(s, Role.PARKED, ANY),
             *(entry for bucket in stores for entry in _write(bucket)),
             f"{API}.STREAM.PURGE.{_kv(s.responses_bucket)}",  # a response has several keys
             *_reads(_kv(s.instances_bucket), _kv(s.keys_bucket), _objects(s.model_bucket)),

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from nats.errors import Error as NatsError
 
 LATE_S = 0.1  # of a round trip; a timer is this late only if the process was stopped or stalled
+REST_S = 2.0  # without anything to read, after which a process has read all that there was
 PATIENCE_S = 30.0  # for one round trip; a server that says nothing for longer is given up
 
 
@@ -24,6 +25,7 @@ class Promptness:
         self._ping = ping
         self._trip: asyncio.Task[None] | None = None
         self._sent_at = 0.0
+        self._heard_at = self._reads_since = 0.0
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -33,8 +35,21 @@ class Promptness:
 
     @property
     def behind_s(self) -> float:
-        """Seconds by which this process reads late; 0 if it is prompt, or has not been checked."""
-        return self._loop.time() - self._sent_at if self.late else 0.0
+        """Seconds by which this process reads late; 0 if it is prompt, or has not been checked.
+
+        Only the time counts in which it has read without a rest: a server that is silent itself
+        leaves it nothing to read.
+        """
+        if not self.late:
+            return 0.0
+        return max(0.0, self._heard_at - max(self._sent_at, self._reads_since))
+
+    def heard(self) -> None:
+        """Note that something of the server was read."""
+        now = self._loop.time()
+        if now - self._heard_at > REST_S:
+            self._reads_since = now
+        self._heard_at = now
 
     def check(self) -> None:
         """Begin a round trip, unless one is on its way."""

@@ -262,6 +262,14 @@ class Subjects:
         """Key of a model's busy thresholds in the router bucket."""
         return f"busy.{token(model)}"
 
+    def config_key(self, section: str) -> str:
+        """Key of the changed settings of a section, in the bucket of `config_bucket`."""
+        return f"config.{section}"
+
+    def config_bucket(self, section: str) -> str:
+        """The bucket of changed settings: one that the section's service reads anyway."""
+        return self.router_bucket if section == "router" else self.plan_bucket
+
     # request/reply in queue groups
 
     def index(self, model: str) -> str:

@@ -1,4 +1,4 @@
-"""Slots for slow work, granted round-robin among owners."""
+"""Slots for slow work, and turns in the event loop, granted round-robin among owners."""
 
 import asyncio
 from collections import OrderedDict, deque
@@ -68,3 +68,41 @@ class FairSlots:
             yield
         finally:
             self.release()
+
+
+class FairTurns:
+    """Lets at most `count` callers go on in each pass of the event loop, owners in turn.
+
+    Without it, the loop would work on hundreds of requests that one owner sent at one instant
+    before it looked at another's. Callers bound the number of waiters.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = self._left = count
+        self._waiters: FairQueue[asyncio.Future[None]] = FairQueue()
+        self._planned = False
+
+    async def take(self, owner: str) -> None:
+        """Return at once if there is room in this pass, else in a later one."""
+        self._plan()
+        if self._left and not self._waiters:
+            self._left -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.add(owner, turn)
+        await turn
+
+    def _plan(self) -> None:
+        if not self._planned:
+            self._planned = True
+            asyncio.get_running_loop().call_soon(self._next_pass)
+
+    def _next_pass(self) -> None:
+        self._planned, self._left = False, self._count
+        while self._left and self._waiters:
+            turn = self._waiters.next()
+            if not turn.done():  # else its caller has gone
+                turn.set_result(None)
+                self._left -= 1
+        if self._waiters:
+            self._plan()

@@ -38,6 +38,7 @@ from kvmesh.bus.subjects import api_of
 from kvmesh.runtime import logs, memory
 from kvmesh.runtime.warnings import Warnings
 from kvmesh.runtime.watchdog import watch_loop
+from kvmesh.settings.live import with_own_sections
 from kvmesh.settings.schema import NatsSettings, Settings, StreamSettings
 from kvmesh.tracing.process import ProcessTracing, TracingUnavailable, open_tracing
 
@@ -76,7 +77,7 @@ class Service:
     ) -> None:
         self.entered = monotonic() if entered is None else entered
         self.bus = bus
-        self.settings = settings
+        self.settings = with_own_sections(settings)
         self.limits = stream_limits(settings.streams)
         self.name = name
         self.instance = f"{name}-{secrets.token_hex(4)}"

@@ -72,6 +72,11 @@ class Option(msgspec.Struct, frozen=True):
         return _marked(self.hint, "secret")
 
     @property
+    def live(self) -> bool:
+        """True if running processes take another value."""
+        return _marked(self.hint, "live")
+
+    @property
     def file_key(self) -> str:
         """The key for the path of a file that holds the secret."""
         return f"{self.key}_file"
@@ -153,7 +158,7 @@ def load(file: Path | None, env: Mapping[str, str], flags: Mapping[OptionKey, Fl
     for option in _given(env, flags):
         for where, text, is_file in _texts(option, env, flags):
             text = _secret(text, where) if is_file else text
-            tree[option.section][option.key] = _parse(option, text, where)
+            tree[option.section][option.key] = parse(option, text, where)
     return msgspec.convert(tree, Settings, dec_hook=_path)
 
 
@@ -228,7 +233,7 @@ def _read(file: Path, known: Mapping[OptionKey, Option]) -> Iterator[tuple[Optio
     sections = {section for section, _ in known}
     for section, content in tree.items():
         if section not in sections:
-            reason = f"unknown section [{section}]{_hint(section, sections)}"
+            reason = f"unknown section [{section}]{hint(section, sections)}"
             faults.append(SettingsError(str(file), reason))
             continue
         if not isinstance(content, dict):
@@ -264,12 +269,13 @@ def _entry(
             raise SettingsError(where, f"{option.key} is given as well; choose one")
         value = _secret(value, where)
     if option is None:
-        near = _hint(key, [k for s, k in known if s == section])
+        near = hint(key, [k for s, k in known if s == section])
         raise SettingsError(str(file), f"unknown key {section}.{key}{near}")
     return (section, option.key), _convert(option, value, value, where, strict=True)
 
 
-def _parse(option: Option, text: str, where: str) -> object:
+def parse(option: Option, text: str, where: str) -> object:
+    """The value of an option that a text gives; raises SettingsError, which names `where`."""
     if not text and option.default is None:
         return None
     raw: object = text
@@ -299,9 +305,10 @@ def _warn_unknown(env: Mapping[str, str], known: Mapping[str, Option]) -> None:
     sections = tuple(f"{PREFIX}{name}_".upper() for name in Settings.__struct_fields__)
     for name in env:
         if name.startswith(sections) and name not in known:
-            log.warning("ignored unknown environment variable %s%s", name, _hint(name, known))
+            log.warning("ignored unknown environment variable %s%s", name, hint(name, known))
 
 
-def _hint(name: str, known: Iterable[str]) -> str:
+def hint(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the known one that is nearest, if any."""
     close = difflib.get_close_matches(name, list(known), 1)
     return f"; did you mean {close[0]}?" if close else ""

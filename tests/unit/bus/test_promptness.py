@@ -2,8 +2,10 @@
 
 import asyncio
 
+import pytest
 from nats.errors import ConnectionClosedError
 
+from kvmesh.bus import promptness
 from kvmesh.bus.promptness import LATE_S, Promptness
 
 
@@ -27,11 +29,28 @@ async def test_a_round_trip_that_takes_long_makes_a_process_late_until_it_ends()
     prompt.check()
     await asyncio.sleep(LATE_S * 1.5)
     assert prompt.late
-    assert prompt.behind_s > LATE_S
+    assert prompt.behind_s == 0  # nothing was there to read: the server is silent
+    prompt.heard()
+    await asyncio.sleep(LATE_S)
+    prompt.heard()
+    assert prompt.behind_s >= LATE_S
     assert len(server.pings) == 1
     server.pings[0].set_result(None)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
+    assert prompt.behind_s == 0
+
+
+async def test_the_silence_of_a_frozen_server_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(promptness, "REST_S", 0.2)
+    prompt = Promptness(Server().ping)
+    prompt.check()
+    prompt.heard()
+    await asyncio.sleep(0.3)
+    prompt.heard()  # it goes on, and has the answer for what was sent before
+    assert prompt.late
     assert prompt.behind_s == 0
 
 

@@ -51,6 +51,8 @@ NOT_TAILED = {
     messages.RankKey,
     messages.RankSpeed,
     messages.ModelAlias,
+    messages.ChangedSettings,
+    messages.SettingChange,
     messages.AliasTarget,
     messages.Refused,
     messages.Replacement,

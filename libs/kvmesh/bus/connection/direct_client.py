@@ -262,8 +262,10 @@ class DirectClient(Client):
     def _read_directly(self, reader: Any) -> None:
         """Parse messages ahead of the stream reader while nats-py's parser is between messages."""
         messages, parser, feed = MessageParser(self._on_message), self._ps, reader.feed_data
+        heard = self.promptness.heard
 
         def feed_data(data: bytes) -> None:
+            heard()
             at_rest = parser.state == AWAITING_CONTROL_LINE and not parser.buf
             if messages.has_partial or (at_rest and not reader._buffer):
                 data = messages.feed(data)

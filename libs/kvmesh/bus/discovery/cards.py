@@ -7,6 +7,7 @@ it again makes a worker younger, and the server's permissions bind it to its own
 """
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 
 import msgspec
@@ -20,7 +21,9 @@ from kvmesh.bus.subjects import Subjects, name_of
 
 log = logging.getLogger(__name__)
 RECORD = "=since"  # suffix of a record's key; no instance has it
-RECORD_TTL_S = 30 * 86_400.0  # of a killed worker's record; a worker that stops deletes its own
+RECORD_TTL_S = 30 * 86_400.0  # of a killed worker's record where no frontend deletes it
+GONE_S = 600.0  # without a lease, after which a record may go: no instance starts twice
+MOST_LEFT = 16  # records without leases of one name; instances of one name follow each other
 DATED = frozenset((Role.WORKER, Role.PARKED))  # whose age is that of their record
 MARKER = "Nats-Marker-Reason"  # header of the message by which the server says that a key expired
 _card_decoder = MessageDecoder(Instance)
@@ -42,26 +45,64 @@ class WorkerAges:
     """The server's Unix times of workers' records, by the key of the lease.
 
     A worker of an earlier release has no record: the time of the first of its renewals that was
-    read counts, which makes it younger than it is.
+    read counts, which makes it younger than it is. Killed workers leave their records behind:
+    `left` names those that nobody needs any more.
     """
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
+        self._recorded: set[str] = set()
+        self._without_lease: dict[str, float] = {}  # records, by the time of the lease's end
 
-    def record(self, key: str, stored: float, headers: Mapping[str, str] | None) -> None:
-        """Take a message at the key of a record, without the suffix; an expired one still holds."""
-        if not headers or not (OPERATION in headers or MARKER in headers):
-            self._since[key] = stored
+    def record(
+        self, key: str, stored: float, headers: Mapping[str, str] | None, now: float = 0.0
+    ) -> None:
+        """Take a message at the key of a record, without the suffix.
+
+        The record of a present worker still holds once it has expired.
+        """
+        if headers and (OPERATION in headers or MARKER in headers):
+            if self._without_lease.pop(key, None) is not None:
+                self._recorded.discard(key)
+                self._since.pop(key, None)
+            return
+        if key not in self._since:
+            self._without_lease[key] = now  # the card follows
+        self._since[key] = stored
+        self._recorded.add(key)
 
     def dated(self, key: str, card: Instance, stored: float) -> Instance:
         """A card that was stored at `stored`, with the age that its server knows."""
         if card.role not in DATED:
             return card
+        self._without_lease.pop(key, None)
         return replace(card, started=self._since.setdefault(key, stored))
 
-    def forget(self, key: str) -> None:
-        """The lease has ended."""
-        self._since.pop(key, None)
+    def ended(self, key: str, now: float) -> None:
+        """The lease has ended; its record holds, since only the lease may be lost."""
+        if key in self._recorded:
+            self._without_lease[key] = now
+        else:
+            self._since.pop(key, None)
+
+    def is_left(self, key: str) -> bool:
+        """True if a record is there whose worker has no lease."""
+        return key in self._without_lease
+
+    def left(self, now: float) -> list[str]:
+        """Keys of records whose lease ended GONE_S ago, or before the MOST_LEFT last of its name.
+
+        The first to end comes first.
+        """
+        ended = sorted(self._without_lease, key=self._without_lease.__getitem__)
+        of_name = Counter(key.rpartition(".")[0] for key in ended)
+        found = []
+        for key in ended:
+            name = key.rpartition(".")[0]
+            if now - self._without_lease[key] > GONE_S or of_name[name] > MOST_LEFT:
+                found.append(key)
+                of_name[name] -= 1
+        return found
 
 
 async def read_cards(bus: Bus, *roles: Role) -> list[Instance]:

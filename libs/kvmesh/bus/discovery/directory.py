@@ -125,7 +125,8 @@ class Directory:
         self._take(key, self._ages.dated(key, card, message.time))
 
     def _on_record(self, key: str, message: StreamMessage) -> None:
-        self._ages.record(key, message.time, message.headers)
+        now = asyncio.get_running_loop().time()
+        self._ages.record(key, message.time, message.headers, now)
         card = self._cards.get(key)
         if card is not None:
             self._take(key, self._ages.dated(key, card, message.time))
@@ -140,7 +141,7 @@ class Directory:
     def _drop(self, key: str) -> None:
         self._renewed_at.pop(key, None)
         self._read.pop(key, None)
-        self._ages.forget(key)
+        self._ages.ended(key, asyncio.get_running_loop().time())
         self._plain.discard(key)
         card = self._cards.pop(key, None)
         if card is not None:
@@ -150,6 +151,20 @@ class Directory:
         """True if no other card was renewed within half of a lease."""
         others = (seen for other, seen in self._renewed_at.items() if other != key)
         return now - max(others, default=-inf) > self.lease_s / 2
+
+    async def delete_left_records(self) -> None:
+        """Delete records of workers that are gone; raises BusError.
+
+        For processes that may write the keys of other workers. A record that another one has
+        deleted meanwhile is left alone, as is that of a worker whose lease the server has.
+        """
+        if self._bus.connected_for < self.lease_s:
+            return
+        bucket = self._bus.bucket(self._bus.subjects.instances_bucket)
+        for key in self._ages.left(asyncio.get_running_loop().time()):
+            if not self._ages.is_left(key) or await self._is_stored(key):
+                continue
+            await bucket.delete(f"{key}{RECORD}")
 
     async def _expire(self) -> None:
         while True:

@@ -135,6 +135,7 @@ from kvmesh.bus.messages.layout import KvLayout, LayerLayout, incompatible_model
 from kvmesh.bus.messages.load import Load
 from kvmesh.bus.messages.planning import (
     AliasTarget,
+    ChangedSettings,
     DesiredFleet,
     FleetAnswer,
     FleetCandidate,
@@ -148,6 +149,7 @@ from kvmesh.bus.messages.planning import (
     ReplacementReport,
     RollRecord,
     ScalingDecision,
+    SettingChange,
     SimulatedPool,
     SwitchedRole,
     Wake,
@@ -244,6 +246,7 @@ __all__ = [
     "Cancel",
     "Candidate",
     "Capacity",
+    "ChangedSettings",
     "CheckIndex",
     "Chunk",
     "ClaimAnnouncement",
@@ -356,6 +359,7 @@ __all__ = [
     "Serve",
     "SessionPrompt",
     "SessionQuery",
+    "SettingChange",
     "Settled",
     "ShowEvents",
     "ShowLearned",

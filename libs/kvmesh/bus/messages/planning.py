@@ -90,7 +90,9 @@ class AliasTarget(Struct, frozen=True):
 class ModelAlias(Struct, frozen=True, kw_only=True):
     """A name under which clients reach several models; `by` set it at the Unix time `time`.
 
-    `before` are the targets that it had before the last change, none if it was new.
+    `before` are the targets that it had before the last change, none if it was new, and
+    `shadows_before` the shadows. `shadows` get copies of the requests of some sessions, whose
+    answers are thrown away; their weight is the percentage of sessions.
     """
 
     name: str
@@ -98,6 +100,30 @@ class ModelAlias(Struct, frozen=True, kw_only=True):
     by: str = ""
     time: float = 0.0
     before: list[AliasTarget] = []
+    shadows: list[AliasTarget] = []
+    shadows_before: list[AliasTarget] = []
+
+
+class SettingChange(Struct, frozen=True, kw_only=True):
+    """A change of one setting: `by` made it at the Unix time `time`.
+
+    `value` is its text, as on a command line; None: the value with which each process started.
+    """
+
+    name: str
+    value: str | None
+    by: str
+    time: float
+
+
+class ChangedSettings(Struct, frozen=True, kw_only=True):
+    """The settings of a service that were changed in the running mesh, by `SECTION.KEY`.
+
+    `changes` are the latest ones, oldest first.
+    """
+
+    values: dict[str, str]
+    changes: list[SettingChange] = []
 
 
 class IdleModel(Struct, frozen=True, kw_only=True):

@@ -321,7 +321,7 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     answers of the conversation in the prompt, None if none of them is stored. `conversation` is
     the short name of the session's conversation, empty of a raw prompt; `forked_from` and
     `load_test` are as in `Hints`. `alias` is the name that the client used, if it is one of several
-    models.
+    models. `shadow`: of a copy of its request, whose answer nobody got.
     """
 
     request: str
@@ -356,6 +356,7 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     forked_from: str = ""
     load_test: bool = False
     alias: str = ""
+    shadow: bool = False
 
 
 RouteEvent: TypeAlias = Decision | Outcome

@@ -11,6 +11,7 @@ Weight = Annotated[float, Meta(ge=0)]
 LOOPBACK = "127.0.0.1"
 # never printed, not a flag; also read from a file: password_file, KVMESH_NATS_PASSWORD_FILE …
 Secret = Annotated[str, Meta(extra={"secret": True})]
+LIVE = {"live": True}  # `kvmesh config set` changes it in running processes
 Url = Annotated[str, Meta(extra={"url": True})]  # printed without its user and password
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from kvmesh.settings.schema.common import (
+    LIVE,
     Count,
     Port,
     Seconds,
@@ -70,17 +71,21 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
     max_in_flight: Annotated[
         Count,
         Meta(
+            extra=LIVE,
             description="requests served at once; beyond, only tenants with less than an equal "
-            "share are served, together as many again, and the others are refused as overload"
+            "share are served, together as many again, and the others are refused as overload",
         ),
     ] = 4096
-    route_timeout_s: Annotated[Seconds, Meta(description="longest wait for a placement")] = 60.0
+    route_timeout_s: Annotated[
+        Seconds, Meta(extra=LIVE, description="longest wait for a placement")
+    ] = 60.0
     restart_wait_s: Annotated[
-        Seconds, Meta(description="longest wait for a router or worker if none is running")
+        Seconds,
+        Meta(extra=LIVE, description="longest wait for a router or worker if none is running"),
     ] = 5.0
     wake_timeout_s: Annotated[
         Seconds,
-        Meta(description="longest wait for the first worker of an idle model"),
+        Meta(extra=LIVE, description="longest wait for the first worker of an idle model"),
     ] = 300.0
     max_waking: Annotated[
         Count,
@@ -89,12 +94,16 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
     prefill_timeout_s: Annotated[
         Seconds,
         Meta(
-            description="longest wait for a prefill worker before prefilling on the decode worker"
+            extra=LIVE,
+            description="longest wait for a prefill worker before prefilling on the decode worker",
         ),
     ] = 60.0
     stall_timeout_s: Annotated[
         Seconds,
-        Meta(description="longest time without output of a live worker before a request fails"),
+        Meta(
+            extra=LIVE,
+            description="longest time without output of a live worker before a request fails",
+        ),
     ] = 120.0
     keepalive_s: Annotated[
         Seconds, Meta(description="a stream without output for this long gets a keep-alive comment")
@@ -165,17 +174,20 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
         Seconds, Meta(description="a connection without a request is closed after this long")
     ] = 75.0
     slow_reader_s: Annotated[
-        Seconds, Meta(description="a client that reads nothing for this long is disconnected")
+        Seconds,
+        Meta(extra=LIVE, description="a client that reads nothing for this long is disconnected"),
     ] = 30.0
     linger_s: Annotated[
         float,
         Meta(
-            ge=0, description="continue to serve for this long after SIGTERM, with /health at 503"
+            ge=0,
+            extra=LIVE,
+            description="continue to serve for this long after SIGTERM, with /health at 503",
         ),
     ] = 0.0
     drain_timeout_s: Annotated[
-        Seconds, Meta(description="longest wait for running requests on shutdown")
+        Seconds, Meta(extra=LIVE, description="longest wait for running requests on shutdown")
     ] = 60.0
     migration_limit: Annotated[
-        int, Meta(ge=0, description="most migrations of one request to other workers")
+        int, Meta(ge=0, extra=LIVE, description="most migrations of one request to other workers")
     ] = 3

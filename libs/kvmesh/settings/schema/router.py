@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta, field
 
 from kvmesh.settings.schema.common import (
+    LIVE,
     Count,
     Port,
     Seconds,
@@ -27,23 +28,31 @@ class RouterSettings(Section, frozen=True, kw_only=True):
     name: Annotated[str, Meta(description="stable name; empty derives one")] = ""
     overlap_credits: Annotated[
         list[float],
-        Meta(min_length=4, max_length=4, description="value of an overlapping block, per tier"),
+        Meta(
+            min_length=4,
+            max_length=4,
+            extra=LIVE,
+            description="value of an overlapping block, per tier",
+        ),
     ] = field(default_factory=lambda: [1.0, 0.75, 0.25, 0.25])
     prefill_weight: Annotated[
         Weight | None,
-        Meta(description="cost of one block to prefill; none: by its effect on others"),
+        Meta(extra=LIVE, description="cost of one block to prefill; none: by its effect on others"),
     ] = None
-    request_weight: Annotated[Weight, Meta(description="cost of an active request, in blocks")] = (
-        0.0
-    )
+    request_weight: Annotated[
+        Weight, Meta(extra=LIVE, description="cost of an active request, in blocks")
+    ] = 0.0
     credit_decay: Annotated[
         Weight,
         Meta(
-            description="rate at which credits decay on ranks with more waiting prefill than others"
+            extra=LIVE,
+            description="rate at which credits decay on ranks with more waiting prefill than"
+            " others",
         ),
     ] = 0.0
     temperature: Annotated[
-        Weight, Meta(description="0 chooses the cheapest rank; above 0 samples by softmax")
+        Weight,
+        Meta(extra=LIVE, description="0 chooses the cheapest rank; above 0 samples by softmax"),
     ] = 0.0
     seed: Annotated[int | None, Meta(description="seed for ties and sampling; none: random")] = None
     index_timeout_s: Annotated[
@@ -67,21 +76,22 @@ class RouterSettings(Section, frozen=True, kw_only=True):
     await_prefixes: Annotated[
         bool,
         Meta(
+            extra=LIVE,
             description="a request waits while its rank computes a long prefix of it for another"
-            " one, at most for the time in which another rank would compute it"
+            " one, at most for the time in which another rank would compute it",
         ),
     ] = True
     busy_blocks: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="active blocks at which a rank gets no more requests"),
+        Meta(extra=LIVE, description="active blocks at which a rank gets no more requests"),
     ] = None
     busy_blocks_share: Annotated[
         Annotated[float, Meta(gt=0, le=1)] | None,
-        Meta(description="the same as a share of the rank's blocks"),
+        Meta(extra=LIVE, description="the same as a share of the rank's blocks"),
     ] = None
     busy_prefill_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="prefill tokens at which a rank gets no more requests"),
+        Meta(extra=LIVE, description="prefill tokens at which a rank gets no more requests"),
     ] = None
     queue_threshold: Annotated[
         Weight,
@@ -98,10 +108,11 @@ class RouterSettings(Section, frozen=True, kw_only=True):
         ),
     ] = 0.001
     queue_order: Annotated[
-        Literal["fcfs", "wspt", "lcfs"], Meta(description="order of waiting requests of one tier")
+        Literal["fcfs", "wspt", "lcfs"],
+        Meta(extra=LIVE, description="order of waiting requests of one tier"),
     ] = "fcfs"
     queue_limit: Annotated[
-        Count, Meta(description="most waiting requests; further ones are refused")
+        Count, Meta(extra=LIVE, description="most waiting requests; further ones are refused")
     ] = 4096
     queue_quantum: Annotated[
         Count, Meta(description="uncached tokens of a fair class per turn")
@@ -125,17 +136,24 @@ class RouterSettings(Section, frozen=True, kw_only=True):
     ] = 3600.0
     priority_shift_s: Annotated[
         Weight,
-        Meta(description="arrival time of a request of priority p moves back by p times this"),
+        Meta(
+            extra=LIVE,
+            description="arrival time of a request of priority p moves back by p times this",
+        ),
     ] = 1.0
     latency_shift_s: Annotated[
         Weight,
-        Meta(description="arrival time of a fully latency-sensitive request moves back by this"),
+        Meta(
+            extra=LIVE,
+            description="arrival time of a fully latency-sensitive request moves back by this",
+        ),
     ] = 10.0
     starvation_s: Annotated[
         Seconds, Meta(description="a request that waited this long goes first")
     ] = 30.0
     rescore_s: Annotated[
-        Seconds, Meta(description="overlaps of a waiting request are queried again after this")
+        Seconds,
+        Meta(extra=LIVE, description="overlaps of a waiting request are queried again after this"),
     ] = 5.0
     load_beta: Annotated[
         Weight, Meta(description="load-aware: weight of relative load against the cached share")
@@ -150,17 +168,28 @@ class RouterSettings(Section, frozen=True, kw_only=True):
     ] = 0.5
     disagg_tokens: Annotated[
         int,
-        Meta(ge=0, description="uncached tokens from which a prefill worker computes the prompt"),
+        Meta(
+            ge=0,
+            extra=LIVE,
+            description="uncached tokens from which a prefill worker computes the prompt",
+        ),
     ] = 2048
     disagg_backlog: Annotated[
-        Weight, Meta(description="a prefill rank with more steps of prefill than this is not used")
+        Weight,
+        Meta(
+            extra=LIVE,
+            description="a prefill rank with more steps of prefill than this is not used",
+        ),
     ] = 4.0
     prefill_credits: Annotated[
-        list[float], Meta(min_length=4, max_length=4, description="overlap_credits when prefilling")
+        list[float],
+        Meta(min_length=4, max_length=4, extra=LIVE, description="overlap_credits when prefilling"),
     ] = field(default_factory=lambda: [1.0, 0.75, 0.25, 0.25])
     decode_credits: Annotated[
         list[float],
-        Meta(min_length=4, max_length=4, description="overlap_credits when only decoding"),
+        Meta(
+            min_length=4, max_length=4, extra=LIVE, description="overlap_credits when only decoding"
+        ),
     ] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0.0])
     learn_speeds: Annotated[
         bool, Meta(description="learn the ranks' speeds, and place by them")
@@ -177,10 +206,14 @@ class RouterSettings(Section, frozen=True, kw_only=True):
         Meta(description="have workers with weights.share load the adapters of requests"),
     ] = True
     adapter_wait_s: Annotated[
-        Seconds, Meta(description="longest wait of a request until its adapter is loaded")
+        Seconds,
+        Meta(extra=LIVE, description="longest wait of a request until its adapter is loaded"),
     ] = 30.0
     adapter_idle_s: Annotated[
         Seconds,
-        Meta(description="an adapter that is not pinned makes room after so long without use"),
+        Meta(
+            extra=LIVE,
+            description="an adapter that is not pinned makes room after so long without use",
+        ),
     ] = 60.0
     metrics_port: Annotated[Port, Meta(description="port of /metrics and /health; 0: none")] = 0

@@ -209,6 +209,7 @@ class GenerateRequest(Struct, kw_only=True):
     - `agent`: kind of the agent that sends the request (`apis.agent_kinds`).
     - `span`: the first span of the request's trace.
     - `target`: the model that serves it, where `model` is an alias.
+    - `shadow`: it is a copy of a request, whose answer nobody gets.
     - `memo`: results of the work on the messages for the conversation's next request.
     """
 
@@ -251,6 +252,7 @@ class GenerateRequest(Struct, kw_only=True):
     context_edits: ContextEdits | None = None
     memo: TurnMemo = NO_MEMO
     target: str = ""
+    shadow: bool = False
 
     @property
     def turn(self) -> int:

@@ -47,6 +47,11 @@ output_tokens = Counter("kvmesh_frontend_output_tokens", "Tokens generated", ["m
 migrations = Counter(
     "kvmesh_frontend_migrations", "Sequences continued on another worker after a loss", ["model"]
 )
+shadow_requests = Counter(
+    "kvmesh_frontend_shadow_requests",
+    "Copies of requests for the shadows of an alias: answered, failed, or skipped for want of room",
+    ["model", "outcome"],
+)
 tool_events = Counter(
     "kvmesh_frontend_tool_events", "Reports of harnesses on the tools of their sessions", ["event"]
 )

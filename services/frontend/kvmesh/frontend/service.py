@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 import sys
 import time
 from functools import partial
@@ -10,6 +11,7 @@ from aiohttp import hdrs, web
 from msgspec.structs import replace
 from prometheus_client import REGISTRY
 
+from kvmesh.bus.discovery.changed_settings import ChangedSettingsReader
 from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.discovery.settled import publish_settled
@@ -22,6 +24,7 @@ from kvmesh.bus.ticks import next_tick
 from kvmesh.frontend import metrics, prefork
 from kvmesh.frontend.aliases.reader import AliasReader
 from kvmesh.frontend.answers.store import AnswerStore
+from kvmesh.frontend.auth.admission import Admission
 from kvmesh.frontend.auth.authenticator import Authenticator, KeysError
 from kvmesh.frontend.auth.shared_limits import SharedLimits
 from kvmesh.frontend.auth.tenant_secret import LABEL, other_secrets, share_tenant_secret
@@ -33,6 +36,7 @@ from kvmesh.frontend.dispatch.token_inbox import TokenInbox, step_decoder
 from kvmesh.frontend.dispatch.work_client import WorkClient
 from kvmesh.frontend.generation.active_request import RequestRunner
 from kvmesh.frontend.generation.cache_expectations import CacheExpectations
+from kvmesh.frontend.generation.shadows import ShadowTraffic
 from kvmesh.frontend.http.access_log import configure as configure_access_log
 from kvmesh.frontend.http.cache.api import CacheApi
 from kvmesh.frontend.http.generate import Dependencies
@@ -53,11 +57,13 @@ from kvmesh.runtime.logs import TextFormatter
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import publish_warnings
+from kvmesh.settings.live import LiveSection
 from kvmesh.settings.schema import FrontendSettings
 
 log = logging.getLogger(__name__)
 CHECK_S = 1.0
 CLOSE_LOG_S = 1.0
+RECORDS_S = 60.0  # between two deletions of what killed workers left
 TELL_S = 0.5
 QUIET_S, LOOK_S = 0.25, 0.02  # without a request on any connection, before all are closed
 GRACE_S = 3.0  # for final error frames, after `drain_timeout_s`
@@ -83,6 +89,10 @@ class FrontendService:
         self.aliases = AliasReader(service.bus, self.registry.aliases)
         self.waker = Waker(service.bus, service.instance, self.registry, settings.max_waking)
         self.directory = Directory(service.bus, service.limits, self._joined, self._left)
+        self._admission = Admission(settings.max_in_flight)
+        self.changed_settings = ChangedSettingsReader(
+            service.bus, "frontend", LiveSection("frontend", settings), self._take_settings
+        )
         self.inbox = TokenInbox()
         self.events = SequenceEventPublisher(service.bus, service.instance, self.directory)
         self.routes = RouteClient(service.bus, self.events)
@@ -140,6 +150,12 @@ class FrontendService:
             self.authenticator,
             self._tenants,
         )
+
+    def _take_settings(self) -> None:
+        """Hand changed settings to the parts that do not look at them at each use."""
+        self._admission.limit = self._settings.max_in_flight
+        self.monitor.stall_timeout = self._settings.stall_timeout_s
+        self.stream_supervisor.slow_reader_s = self._settings.slow_reader_s
 
     def _receive(self, output: StepOutput) -> None:
         for stream in self.inbox.receive(output):
@@ -205,6 +221,7 @@ class FrontendService:
         self.registry.adopt_settled()
         await self.idle_models.open()
         await self.aliases.open()
+        await self.changed_settings.open()
         await self.cache_api.open(self.directory.instances)
         service.spawn(self.authenticator.run(), "keys")
         service.spawn(self.events.run(), "sequence events")
@@ -213,6 +230,7 @@ class FrontendService:
         service.spawn(self.monitor.run(), "monitor")
         service.spawn(self.stream_supervisor.run(), "streams")
         service.spawn(self._check_expectations(), "expectations")
+        service.spawn(self._delete_left_records(), "records of workers that are gone")
 
     async def _check_expectations(self) -> None:
         while True:
@@ -224,10 +242,19 @@ class FrontendService:
             metrics.answers_bytes.set(self.answers.size)
             await next_tick(CHECK_S)
 
+    async def _delete_left_records(self) -> None:
+        while True:
+            # at random times: then one frontend deletes them, and the others see it
+            await asyncio.sleep(random.uniform(RECORDS_S / 2, RECORDS_S))
+            try:
+                await self.directory.delete_left_records()
+            except BusError as error:
+                log.debug("records of workers that are gone stay for now: %s", cause(error))
+
     @property
     def labels(self) -> dict[str, str]:
         """The labels of this frontend's card."""
-        return {LABEL: self._tenants.fingerprint}
+        return {LABEL: self._tenants.fingerprint, **self.changed_settings.labels}
 
     async def keep_labels(self, lease: Lease) -> None:
         """Have the present labels on the card; raises BusError."""
@@ -269,14 +296,13 @@ class FrontendService:
         self.events.flush()
         await self.idle_models.close()
         await self.aliases.close()
+        await self.changed_settings.close()
         await self.directory.close()
         await asyncio.to_thread(self._lines.close, CLOSE_LOG_S)
 
     def application(self) -> web.Application:
         settings = self._settings
-        runner = RequestRunner(
-            self.dispatcher, self.events, settings.route_timeout_s, self.expectations
-        )
+        runner = RequestRunner(self.dispatcher, self.events, self.expectations)
         parts = Dependencies(
             settings,
             self.registry,
@@ -288,7 +314,9 @@ class FrontendService:
             self.cache_api.session_hooks,
             self.routes.arrivals,
             self._service.bus.promptness,
+            self._admission,
             self.background,
+            ShadowTraffic(self.registry, self.preprocessor, runner),
         )
         name = self._service.name
         form = settings.access_log
@@ -298,6 +326,7 @@ class FrontendService:
         app = application(parts, self, more, warnings, access_log)
         app.on_response_prepare.append(self._end_connection)
         app.on_shutdown.append(self.drain)
+        app.on_cleanup.append(lambda _: parts.shadows.close())
         return app
 
 
@@ -344,6 +373,7 @@ async def main(service: Service) -> None:
     service.spawn(prefork.follow_parent(service), "parent")
     service.spawn(publish_warnings(lambda: lease, service.warnings), "warnings")
     service.spawn(publish_settled(lease, frontend.registry.settle), "settled facts")
+    service.spawn(frontend.changed_settings.show(lease), "changed settings")
     status = await serve_metrics(
         service.settings.process,
         settings.metrics_port,

@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvmesh.bus.client import returning
+from kvmesh.bus.discovery.changed_settings import ChangedSettingsReader
 from kvmesh.bus.discovery.compatibility import Statements
 from kvmesh.bus.discovery.directory import READY, Directory
 from kvmesh.bus.discovery.leases import STATE, Lease
@@ -53,7 +54,9 @@ from kvmesh.router.sequence_feed import SequenceFeed, model_of
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import publish_warnings
-from kvmesh.settings.schema import Settings
+from kvmesh.settings import SettingsError
+from kvmesh.settings.live import LiveSection
+from kvmesh.settings.schema import RouterSettings, Section, Settings
 
 log = logging.getLogger(__name__)
 TICK_S, REST_S = 0.1, 0.5  # while a model has requests, otherwise
@@ -87,7 +90,7 @@ class RouterService:
         self._prompts = ReceivedHashes()
         self._statements = Statements(own=service.instance)
         self._routers: set[str] = set()
-        self._limits: dict[str, Thresholds] = {}
+        self._limits: dict[str, Thresholds] = {}  # those that `kvmesh busy` has set
         self._joined_model = asyncio.Event()
         self.ready = False
         bus, subjects = service.bus, service.bus.subjects
@@ -99,6 +102,13 @@ class RouterService:
             bus, bucket, "busy thresholds", lambda: self.ready and serves
         )
         self._busy = keys_reader(bus, bucket, f"{subjects.busy_key('')}>", self._on_thresholds)
+        self._changed_settings = ChangedSettingsReader(
+            bus,
+            "router",
+            LiveSection("router", service.settings.router, _check_changed),
+            self._take_settings,
+            lambda: self.ready and serves,
+        )
         self._policy_since = 0.0
         self._routes = self._route_reader()
 
@@ -141,9 +151,12 @@ class RouterService:
         await lease.open()
         try:
             await self.open()
-            await lease.update(replace(card, labels={STATE: READY}))
+            await lease.update(
+                replace(card, labels={STATE: READY, **self._changed_settings.labels})
+            )
             service.spawn(publish_warnings(lambda: lease, service.warnings), "warnings")
             service.spawn(publish_settled(lease, self._settled), "settled facts")
+            service.spawn(self._changed_settings.show(lease), "changed settings")
             service.start_watchdog()
             await service.stopping.wait()
             for router in self._models.values():
@@ -156,6 +169,7 @@ class RouterService:
 
     async def open(self) -> None:
         """Read the cards and replay the streams, then serve."""
+        await self._changed_settings.open()
         await self._directory.open()
         for model, router in self._models.items():
             router.core.table.adopt(self._statements.of(model))
@@ -179,6 +193,7 @@ class RouterService:
         for router in self._models.values():
             await router.close()
         await self._sequences.stop()
+        await self._changed_settings.close()
         for reader in self._readers:
             await reader.close()
         await self._directory.close()
@@ -343,12 +358,24 @@ class RouterService:
         except msgspec.MsgspecError as error:
             log.warning("ignored malformed busy thresholds of %s: %s", model, error)
             return
-        limits = limits or thresholds(self._service.settings.router)
-        self._limits[model] = limits
+        if limits is None:
+            self._limits.pop(model, None)
+            limits = thresholds(self._service.settings.router)
+        else:
+            self._limits[model] = limits
         if model in self._models:
             self._models[model].core.choice.limits = limits
         texts = (f"{name} {value:g}" for name, value in msgspec.to_builtins(limits).items())
         log.info("busy thresholds of %s: %s", model, ", ".join(texts) or "none")
+
+    def _take_settings(self) -> None:
+        """Hand changed settings to what does not look at them at each use."""
+        limits = thresholds(self._service.settings.router)
+        for model, router in self._models.items():
+            router.core.choice.take_costs()
+            if model not in self._limits:
+                router.core.choice.limits = limits
+            router.schedule_placement()
 
     def _on_load(self, load: Load) -> None:
         model = self._model_of.get(load.instance)
@@ -386,6 +413,14 @@ def _since(core: RouterCore, slot: int) -> str:
     if found is None or found.since is None:
         return ""
     return time.strftime(" since %H:%M", time.localtime(found.since + core.epoch))
+
+
+def _check_changed(section: Section) -> None:
+    if isinstance(section, RouterSettings):
+        try:
+            check_settings(section)
+        except RouterConfigError as error:
+            raise SettingsError("router", str(error)) from error
 
 
 def check(settings: Settings) -> None:

@@ -1,22 +1,35 @@
-"""`kvmesh config`: prints the settings in effect, their JSON Schema, or all metrics."""
+"""`kvmesh config`: prints the settings in effect and all metrics, or changes some of a mesh."""
 
 import argparse
+import sys
 
 from kvmesh.cli.flags import TUNING
 from kvmesh.settings import Settings
 
 COMMON = "common"
+CHANGING = ("set", "unset", "changes")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "kvmesh config [schema] [options]\n       kvmesh config metrics [--of PROCESS]"
+    parser.usage = (
+        "kvmesh config [schema | set NAME=VALUE… | unset NAME… | changes] [options]\n"
+        "       kvmesh config metrics [--of PROCESS]"
+    )
+    parser.epilog = (
+        "`schema` prints the JSON Schema of configuration files, `metrics` the metrics of every "
+        "kind of process. `set` changes settings of running "
+        "frontends and routers, and of those that start later, `unset` has them take those of "
+        "their start again, and `changes` lists what was changed, by whom and when. A NAME is "
+        "SECTION.KEY; docs/configuration.md marks those that may change so."
+    )
     parser.add_argument(
         "action",
         nargs="?",
-        choices=("schema", "metrics"),
-        metavar="schema|metrics",
-        help="print the JSON Schema of the settings, or the metrics of every kind of process",
+        choices=("schema", "metrics", *CHANGING),
+        metavar="ACTION",
+        help="see below",
     )
+    parser.add_argument("names", nargs="*", metavar="NAME[=VALUE]", help="settings to change")
     parser.add_argument(
         "--markdown",
         nargs="?",
@@ -29,6 +42,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
+    if bool(arguments.names) is not (arguments.action in ("set", "unset")):
+        wanted = "needs" if arguments.action in ("set", "unset") else "takes no"
+        print(f"kvmesh config: {arguments.action or 'config'} {wanted} names", file=sys.stderr)
+        return 2
+    if arguments.action in CHANGING:
+        from kvmesh.cli.references.live_settings import change, show_changes
+
+        if arguments.action == "changes":
+            return show_changes(settings)
+        return change(arguments.names, arguments.action == "unset", settings)
     if arguments.action == "metrics":
         return _metrics(arguments.of, arguments.markdown)
     if arguments.action == "schema":

@@ -15,6 +15,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Exit status 1 if there is a fault. Each indexer compares each rank's blocks with the "
         "worker's own; a rank that differs is dumped anew."
     )
+    parser.add_argument(
+        "--monitoring",
+        metavar="URL",
+        default="",
+        help="NATS's monitoring port, as http://127.0.0.1:8222: check how JetStream syncs, too",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object per finding")
     parser.add_argument(
         "--as",
@@ -37,7 +43,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         if arguments.role is not None:
             found = await check_permissions(bus, User(arguments.role), settings)
         else:
-            found = diagnose(await gather_facts(bus, settings))
+            found = diagnose(await gather_facts(bus, settings, arguments.monitoring))
         return _show(found, arguments.json)
 
     def failed(reason: str) -> int:

@@ -20,7 +20,7 @@ USAGE = """kvmesh model push FOLDER [NAME] [options]
        kvmesh model pull NAME[@DIGEST] [FOLDER] [options]
        kvmesh model list [--local] [--json] [options]
        kvmesh model evict NAME[@DIGEST] [--local] [options]
-       kvmesh model alias [NAME=MODEL[:WEIGHT],…] [--json] [options]
+       kvmesh model alias [NAME=MODEL[:WEIGHT],… [--shadow MODEL:PERCENT]] [--json] [options]
        kvmesh model alias NAME --back|--remove [options]
        kvmesh model busy NAME [--blocks N] [--blocks-share X] [--prefill-tokens N] [options]
        kvmesh model busy NAME --reset [options]
@@ -44,6 +44,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
     parser.add_argument(
         "--back", action="store_true", help="give an alias the models that it had before"
+    )
+    parser.add_argument(
+        "--shadow",
+        action="append",
+        default=[],
+        metavar="MODEL:PERCENT",
+        help="alias: copy the requests of so many sessions to this model, too, for comparison only",
     )
     parser.add_argument("--remove", action="store_true", help="remove an alias")
     parser.add_argument(
@@ -100,11 +107,12 @@ def _alias(arguments: argparse.Namespace, settings: Settings) -> int:
 
     text = arguments.operands[0] if arguments.operands else ""
     changes = arguments.back or arguments.remove
-    if (changes and (not text or "=" in text)) or (arguments.back and arguments.remove):
+    wrong = arguments.shadow and (changes or not text)
+    if wrong or (changes and (not text or "=" in text)) or (arguments.back and arguments.remove):
         print(f"kvmesh model: wrong operands of alias; usage:\n{USAGE}", file=sys.stderr)
         return 2
     try:
-        alias = aliases.parse_alias(text) if text and not changes else None
+        alias = aliases.parse_alias(text, arguments.shadow) if text and not changes else None
     except aliases.AliasError as error:
         print(f"kvmesh model: {error}", file=sys.stderr)
         return 2

@@ -52,7 +52,9 @@ CHECKS: dict[str, Check] = {
     "caches": cache_checks.caches,
     "promises": operation_checks.promises,
     "disks": operation_checks.disks,
+    "store": operation_checks.store,
     "access": operation_checks.open_server,
+    "ports": operation_checks.open_ports,
 }
 # What an operator does about a fault that names no remedy of its own.
 ACTIONS = {
@@ -65,6 +67,7 @@ ACTIONS = {
     "clocks": "run an NTP client, such as chrony, on that machine",
     "processes": "start one, and read the log of those that are not ready",
     "warnings": "docs/runbook.md#warnings explains each warning",
+    "store": "name the monitoring port of nats-server, as http://127.0.0.1:8222",
     "readers": "give that process more CPU; if its lag does not shrink, restart it",
     "index": "nothing, if it happens once; otherwise report it with the log of that indexer",
     "caches": "docs/cache-misses.md explains what engines serve and what routers expect",

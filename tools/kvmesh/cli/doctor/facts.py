@@ -55,6 +55,29 @@ class DiskSpace(Struct, frozen=True):
     effect: str
 
 
+class MonitoredServer(Struct, frozen=True):
+    """JetStream of the server whose monitoring port is `url`, as far as it `stores` anything.
+
+    It syncs its files every `sync_s` seconds, or at each message if `sync_always`; 0: unknown. It
+    has stored `used` of `most` bytes.
+    """
+
+    url: str
+    stores: bool
+    sync_s: float
+    sync_always: bool
+    used: int
+    most: int
+
+
+class OpenFrontend(Struct, frozen=True):
+    """A frontend that listens beyond its machine, at `url`."""
+
+    instance: str
+    url: str
+    needs_key: bool
+
+
 @dataclass
 class Facts:
     """Facts about a mesh and its NATS servers.
@@ -65,10 +88,12 @@ class Facts:
     streams that every mesh has and that do not exist; `leaderless` those that exist and do not
     answer, with the reason. `others` are the namespaces of further meshes of the account. `lost`
     are subjects on which a probe did not arrive, `astray` those of streams, by stream, on which
-    one did not reach its stream; None if this user could not probe. `caches` are
+    one did not reach its stream; None if this user could not probe. `moved` are subjects under
+    which a stream gets the messages of another one. `caches` are
     what workers served lately, without their events if this user may not ask (`events_refused`).
     `plans` are the latest decision of planners about each model. `anonymous`: this connection has
-    no credentials.
+    no credentials. `monitored` is what NATS's monitoring port tells, if it was asked, and
+    `monitoring_fault` why it tells nothing. `frontends` are those that listen beyond their machine.
     """
 
     namespace: str
@@ -90,6 +115,7 @@ class Facts:
     others: list[str] = field(default_factory=list)
     lost: list[str] | None = None
     astray: dict[str, str] | None = None
+    moved: dict[str, str] = field(default_factory=dict)
     clocks: list[Clock] = field(default_factory=list)
     report: MeshReport | None = None
     ranks: list[RankCheck] | None = None
@@ -98,3 +124,6 @@ class Facts:
     plans: list[ScalingDecision] = field(default_factory=list)
     disks: list[DiskSpace] = field(default_factory=list)
     anonymous: bool = False
+    monitored: MonitoredServer | None = None
+    monitoring_fault: str = ""
+    frontends: list[OpenFrontend] = field(default_factory=list)

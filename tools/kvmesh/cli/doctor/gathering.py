@@ -43,6 +43,7 @@ from kvmesh.bus.permissions import ALL_SERVERS, USER_INFO
 from kvmesh.bus.streams.configuration import mesh_streams, needed_streams
 from kvmesh.bus.streams.server_check import check_server
 from kvmesh.cli.doctor.facts import Clock, DiskSpace, Facts, NatsServer, UsedLimit
+from kvmesh.cli.doctor.http_facts import MonitoringError, monitored, open_frontends
 from kvmesh.cli.planning.history import read_decisions
 from kvmesh.cli.status.index_checks import check_ranks
 from kvmesh.cli.status.report import gather
@@ -57,6 +58,7 @@ SERVED_SINCE_S = 600.0
 CREDENTIALS = ("user", "password", "token", "credentials", "nkey_seed", "tls_cert")
 SERVERS_S = 0.5  # in which all servers of a cluster reply
 PROBE_S = 1.0
+PROBE = "Kvmesh-Probe"  # header of a message that no stream stores: the subject it was sent to
 PROBES = 5  # on each subject: a mapping may move a share of the messages
 RECENT = 8  # decisions and outcomes whose times are compared with the server's
 MOST_CLOCKS = 64  # workers
@@ -67,8 +69,11 @@ _routes: MessageDecoder[Decision | Outcome] = MessageDecoder(Decision | Outcome)
 _batches = MessageDecoder(KvBatch)
 
 
-async def gather_facts(bus: Bus, settings: Settings) -> Facts:
-    """All facts that can be had within about ASK_S, or REPORT_S where NATS is well."""
+async def gather_facts(bus: Bus, settings: Settings, monitoring: str = "") -> Facts:
+    """All facts that can be had within about ASK_S, or REPORT_S where NATS is well.
+
+    `monitoring` is the URL of the server's monitoring port; empty: it is not asked.
+    """
     facts = Facts(
         namespace=bus.options.namespace,
         server=bus.server,
@@ -95,6 +100,13 @@ async def gather_facts(bus: Bus, settings: Settings) -> Facts:
         await gathering.ranks()
         await gathering.ask("what engines serve", gathering.caches, SERVED_S)
         await gathering.ask("plans", gathering.plans)
+        members = facts.report.instances
+        facts.frontends = await open_frontends(member.card for member in members)
+    if monitoring:
+        try:
+            facts.monitored = await monitored(monitoring)
+        except MonitoringError as error:
+            facts.monitoring_fault = str(error)
     facts.disks = disks_here(settings)
     return facts
 
@@ -226,16 +238,39 @@ class _Gathering:
             elif kind == "OBJ":
                 probed[stream] = f"$O.{bucket}.C.{name}"  # as the chunks of an object
         known = [stream for stream in probed if stream in streams]
+        seen: dict[str, set[str]] = {}  # by the subject of a probe, those on which it arrived
+
+        def receive(msg: RawMessage) -> None:
+            if msg.headers and (sent := msg.headers.get(PROBE)):
+                seen.setdefault(sent, set()).add(msg.subject)
+
+        patterns = [each for name in known for each in streams[name].config.subjects or ()]
+        watched = patterns if bus.js.is_own else []
+        subscriptions = [await bus.subscribe_raw(pattern, receive) for pattern in watched]
+        await bus.flush()
         arrived = await asyncio.gather(*(self._is_stored(each, probed[each]) for each in known))
+        await bus.flush()  # what has arrived elsewhere is read before the server's answer
+        for subscription in subscriptions:
+            await subscription.unsubscribe()
         self._facts.astray = {
             stream: f"{probed[stream].partition('.doctor')[0]}.>"
             for stream, all_arrived in zip(known, arrived, strict=True)
             if not all_arrived
         }
+        self._facts.moved = {
+            probed[stream].replace(name, "NAME"): sorted(other)[0].replace(name, "NAME")
+            for stream in known
+            if stream not in self._facts.astray
+            and (other := seen.get(probed[stream], set()) - {probed[stream]})
+        }
 
     async def _is_stored(self, stream: str, subject: str) -> bool:
         """True if messages on the subject reach the stream, which refuses each for its number."""
-        headers = {"Nats-Expected-Stream": stream, "Nats-Expected-Last-Sequence": NEVER}
+        headers = {
+            "Nats-Expected-Stream": stream,
+            "Nats-Expected-Last-Sequence": NEVER,
+            PROBE: subject,
+        }
         for _ in range(PROBES):
             try:
                 await self._bus.store(subject, EMPTY, PROBE_S, headers)

@@ -168,7 +168,10 @@ def mappings(facts: Facts) -> Iterator[Finding]:
     for stream, subject in (facts.astray or {}).items():
         text = f"messages on {subject} do not reach stream {stream}: has it other subjects, or does"
         yield Finding("fault", "mappings", f"{text} a subject mapping of the account move them?")
-    if not (facts.lost or facts.astray):
+    for subject, other in facts.moved.items():
+        text = f"messages on {subject} reach their stream on {other}, where nobody looks for them:"
+        yield Finding("fault", "mappings", f"{text} a subject mapping of the account moves them")
+    if not (facts.lost or facts.astray or facts.moved):
         streams = " and streams" if facts.astray is not None else ""
         text = f"messages arrive on the subjects of the mesh's requests{streams}"
         yield Finding("ok", "mappings", text)

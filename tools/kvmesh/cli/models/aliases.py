@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
@@ -28,7 +28,10 @@ class AliasError(Exception):
 
 
 class TargetUse(msgspec.Struct, kw_only=True):
-    """A model of an alias: its share of the sessions, and its requests under this alias."""
+    """A model of an alias: its share of the sessions, and its requests under this alias.
+
+    `shadow`: it gets copies of this share of the sessions, and clients no answers of it.
+    """
 
     model: str
     share: float
@@ -37,6 +40,7 @@ class TargetUse(msgspec.Struct, kw_only=True):
     ttft_p50_s: float | None = None
     ttft_p90_s: float | None = None
     cached_share: float | None = None
+    shadow: bool = False
 
 
 class AliasUse(msgspec.Struct, kw_only=True):
@@ -49,8 +53,8 @@ class AliasUse(msgspec.Struct, kw_only=True):
     models: list[TargetUse]
 
 
-def parse_alias(text: str) -> ModelAlias:
-    """An alias from `NAME=MODEL[:WEIGHT],…`; raises AliasError."""
+def parse_alias(text: str, shadows: Iterable[str] = ()) -> ModelAlias:
+    """An alias from `NAME=MODEL[:WEIGHT],…` and shadows as `MODEL:PERCENT`; raises AliasError."""
     name, equals, targets = text.partition("=")
     if not name or not equals or not targets:
         raise AliasError(f"{text!r} is not NAME=MODEL[:WEIGHT],…")
@@ -59,7 +63,22 @@ def parse_alias(text: str) -> ModelAlias:
         raise AliasError(f"{text!r} gives no model a weight")
     if len({target.model for target in found}) < len(found):
         raise AliasError(f"{text!r} names a model twice")
-    return ModelAlias(name=name, targets=found)
+    copied = [_shadow(text) for text in shadows]
+    if len({shadow.model for shadow in copied}) < len(copied):
+        raise AliasError("a shadow is named twice")
+    for shadow in copied:
+        if any(target.model == shadow.model and target.weight for target in found):
+            raise AliasError(f"{shadow.model} serves the alias already, and cannot be its shadow")
+    return ModelAlias(name=name, targets=found, shadows=copied)
+
+
+def _shadow(text: str) -> AliasTarget:
+    if ":" not in text:
+        raise AliasError(f"{text!r} is not MODEL:PERCENT")
+    shadow = _target(text)
+    if not 0 < shadow.weight <= 100:
+        raise AliasError(f"{text!r}: a shadow gets more than 0 and at most 100 percent of sessions")
+    return shadow
 
 
 def _target(text: str) -> AliasTarget:
@@ -80,9 +99,10 @@ async def set_alias(bus: Bus, alias: ModelAlias, served: Iterable[str]) -> int:
     present = (await _stored(bus)).get(alias.name)
     if present is None:
         await _store(bus, alias)
-    elif present.targets != alias.targets:  # to set the same again leaves the way back
-        await _store(bus, msgspec.structs.replace(alias, before=present.targets))
-    for target in alias.targets:
+    elif (present.targets, present.shadows) != (alias.targets, alias.shadows):
+        # to set the same again leaves the way back
+        await _store(bus, _after(alias, present))
+    for target in (*alias.targets, *alias.shadows):
         if target.model not in served:
             print(f"kvmesh model: nobody serves {target.model} now", file=sys.stderr)
     return 0
@@ -96,8 +116,14 @@ async def go_back(bus: Bus, name: str) -> int:
         return 1
     if not present.before:
         return await remove_alias(bus, name)
-    await _store(bus, ModelAlias(name=name, targets=present.before, before=present.targets))
+    earlier = ModelAlias(name=name, targets=present.before, shadows=present.shadows_before)
+    await _store(bus, _after(earlier, present))
     return 0
+
+
+def _after(alias: ModelAlias, present: ModelAlias) -> ModelAlias:
+    """An alias with the way back to what it is now."""
+    return msgspec.structs.replace(alias, before=present.targets, shadows_before=present.shadows)
 
 
 async def remove_alias(bus: Bus, name: str) -> int:
@@ -115,7 +141,8 @@ async def _store(bus: Bus, alias: ModelAlias) -> None:
     await bus.bucket(bus.subjects.plan_bucket).put(
         bus.subjects.alias_key(alias.name), encode(alias)
     )
-    print(f"{alias.name} is {targets_text(alias.targets)}")
+    shadows = f", shadowed by {targets_text(alias.shadows)} %" if alias.shadows else ""
+    print(f"{alias.name} is {targets_text(alias.targets)}{shadows}")
 
 
 def targets_text(targets: Iterable[AliasTarget]) -> str:
@@ -142,12 +169,12 @@ async def used_aliases(bus: Bus) -> list[AliasUse]:
 
 
 async def _compared(bus: Bus, stored: dict[str, ModelAlias]) -> list[AliasUse]:
-    logs: dict[tuple[str, str], OutcomeLog] = {}
-    tokens: dict[tuple[str, str], list[int]] = {}
+    logs: dict[tuple[str, str, bool], OutcomeLog] = {}
+    tokens: dict[tuple[str, str, bool], list[int]] = {}
 
     def count(outcome: Outcome) -> None:
         if outcome.alias in stored:
-            key = (outcome.alias, outcome.model)
+            key = (outcome.alias, outcome.model, outcome.shadow)
             logs.setdefault(key, OutcomeLog()).add(outcome)
             sums = tokens.setdefault(key, [0, 0])
             sums[0] += outcome.cached_tokens
@@ -161,30 +188,41 @@ async def _compared(bus: Bus, stored: dict[str, ModelAlias]) -> list[AliasUse]:
             time=alias.time,
             before=alias.before,
             models=[
-                _use(target, alias, logs.get((alias.name, target.model)), tokens)
-                for target in alias.targets
+                _use(alias.name, target, share, shadow, logs, tokens)
+                for target, share, shadow in _shares(alias)
             ],
         )
         for alias in sorted(stored.values(), key=lambda alias: alias.name)
     ]
 
 
+def _shares(alias: ModelAlias) -> Iterator[tuple[AliasTarget, float, bool]]:
+    """Each model with its share of the sessions, and whether it is a shadow."""
+    whole = sum(each.weight for each in alias.targets)
+    yield from ((target, target.weight / whole, False) for target in alias.targets)
+    yield from ((shadow, shadow.weight / 100, True) for shadow in alias.shadows)
+
+
 def _use(
+    alias: str,
     target: AliasTarget,
-    alias: ModelAlias,
-    log: OutcomeLog | None,
-    tokens: dict[tuple[str, str], list[int]],
+    share: float,
+    shadow: bool,
+    logs: dict[tuple[str, str, bool], OutcomeLog],
+    tokens: dict[tuple[str, str, bool], list[int]],
 ) -> TargetUse:
-    figures = (log or OutcomeLog()).between(0.0, float("inf"))
-    cached, prompt = tokens.get((alias.name, target.model), (0, 0))
+    key = (alias, target.model, shadow)
+    figures = logs.get(key, OutcomeLog()).between(0.0, float("inf"))
+    cached, prompt = tokens.get(key, (0, 0))
     return TargetUse(
         model=target.model,
-        share=target.weight / sum(each.weight for each in alias.targets),
+        share=share,
         requests=figures.requests,
         failed=figures.failed,
         ttft_p50_s=figures.p50_s,
         ttft_p90_s=figures.p90_s,
         cached_share=cached / prompt if prompt else None,
+        shadow=shadow,
     )
 
 
@@ -196,7 +234,7 @@ def alias_table(uses: Iterable[AliasUse]) -> FittedTable:
             table.add_row(
                 use.name,
                 model.model,
-                f"{model.share:.1%}",
+                f"{model.share:.1%}{' copied' if model.shadow else ''}",
                 str(model.requests),
                 str(model.failed),
                 "" if model.ttft_p50_s is None else f"{model.ttft_p50_s:.3f} s",

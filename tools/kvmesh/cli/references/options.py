@@ -54,7 +54,7 @@ def _row(option: Option) -> str:
         f"`{option.section}.{option.key}`",
         "secret" if option.secret else metavar(option).replace("|", "\\|"),
         f"`{default}`" if default else "–",
-        option.description,
+        f"{option.description}{' (live)' if option.live else ''}",
     ]
     return f"| {' | '.join(cells)} |"
 

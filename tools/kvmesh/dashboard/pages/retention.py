@@ -48,6 +48,10 @@ def show(mesh: Mesh, query: Mapping[str, str]) -> None:
     ).classes("quiet")
     losses = PagedTable(TENANT_LOSSES, with_losses, "losses").show()
     heading("Pins")
+    ui.label(
+        "Workers pin those blocks of a pin's prompt that they have, and the others when they"
+        " arrive. A clear drops blocks, not the pin."
+    ).classes("quiet")
     pins = PagedTable(PINS, pinned, "pins").show()
     heading("KV memory by tier")
     tiers = PagedTable(

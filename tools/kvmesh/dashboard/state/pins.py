@@ -76,7 +76,7 @@ PINS = RowView(
         RowColumn("model", "model", number=False),
         RowColumn("part", "part of the tenant", number=False),
         RowColumn("tokens", "tokens", count_text),
-        RowColumn("blocks", "blocks", count_text),
+        RowColumn("blocks", "blocks of its prompt", count_text),
         RowColumn("priority", "priority", count_text),
         RowColumn("age_s", "pinned for", duration),
         RowColumn("left_s", "remains for", duration),

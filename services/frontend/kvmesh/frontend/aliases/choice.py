@@ -22,6 +22,19 @@ def choose_target(alias: ModelAlias, key: str, serves: Callable[[str], bool]) ->
     return targets[min(bisect_right(ends, place), len(targets) - 1)].model
 
 
+def shadows_of(alias: ModelAlias, key: str) -> list[str]:
+    """The models to which the requests of the session `key` are copied.
+
+    The weight of a shadow is the percentage of sessions that it gets; all frontends agree on them.
+    """
+    return [
+        shadow.model
+        for shadow in alias.shadows
+        if xxh3(f"{alias.name}\0{shadow.model}\0shadow\0{key}".encode()) / SCALE * 100
+        < shadow.weight
+    ]
+
+
 def main_target(alias: ModelAlias, serves: Callable[[str], bool]) -> str:
     """The model of most weight, of those that serve if any does."""
     return max(_serving(alias, serves), key=lambda target: target.weight).model

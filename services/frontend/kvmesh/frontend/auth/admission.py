@@ -13,7 +13,7 @@ class Admission:
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._running: dict[str, int] = {}
         self._all = 0
 
@@ -21,8 +21,8 @@ class Admission:
         """Count a request; raises Overloaded (503, with a time to retry) if there is no room."""
         own = self._running.get(tenant, 0)
         tenants = len(self._running) + (0 if own else 1)
-        full = self._all >= self._limit and own >= self._limit / tenants
-        if full or self._all >= 2 * self._limit:
+        full = self._all >= self.limit and own >= self.limit / tenants
+        if full or self._all >= 2 * self.limit:
             raise Overloaded("The server is at its limit of concurrent requests.")
         if behind_s > BEHIND_S and own >= max(self._all / tenants, 1):
             reason = f"The server is {behind_s:.0f} s behind with the requests that it has."

@@ -65,19 +65,20 @@ class Dispatcher:
         self._routes = routes
         self._events = events
         self._waker = waker
-        self._wake_timeout = settings.wake_timeout_s
-        self._migration_limit = settings.migration_limit
-        self._route_timeout = settings.route_timeout_s
+        self._settings = settings
         self._batch_classes = frozenset(router.batch_classes)
         self._batch_timeout = router.batch_timeout_s
-        self._restart_wait = settings.restart_wait_s
-        self._prefill_timeout = settings.prefill_timeout_s
         self._suspects = Suspects()
         self._isolation = Isolation(self._suspects, lambda: workers.lost_at)
         self._tasks: set[SequenceTask] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._loop = asyncio.get_running_loop()
+
+    @property
+    def route_timeout_s(self) -> float:
+        """The longest wait of a request that is not batch work for a placement."""
+        return self._settings.route_timeout_s
 
     async def drain(self, timeout: float) -> None:
         """Return once no sequence is in flight; after `timeout` seconds fail the remaining ones."""
@@ -178,7 +179,7 @@ class Dispatcher:
                 return reply
             now = self._loop.time()
             if retry_until is None:
-                retry_until = now + self._restart_wait
+                retry_until = now + self._settings.restart_wait_s
             # the router may have noticed before this frontend that the last worker is lost
             # or its only workers may be changing servers
             returns = self._waker.may_idle(task.model) or bool(self._workers.silent)
@@ -196,7 +197,7 @@ class Dispatcher:
         # the monitor would count the wait as silence of the worker that had the sequence last
         task.stream.lose("no worker is left")
         state.arrived = state.arrived or time.time()
-        state.wake_deadline = state.wake_deadline or now + self._wake_timeout
+        state.wake_deadline = state.wake_deadline or now + self._settings.wake_timeout_s
         tokens = task.current_prompt.count
         await self._waker.wait(task.model, task.stream.id, tokens, state.wake_deadline)
         state.refused, state.handoff = False, None  # both are of workers that have left
@@ -235,7 +236,7 @@ class Dispatcher:
         code, work = "done", self._work(task, rank.rank, span)
         try:
             task.dispatch.handoff = await prefill.run(
-                self._workers, self._monitor, rank, work, self._prefill_timeout
+                self._workers, self._monitor, rank, work, self._settings.prefill_timeout_s
             )
             stream.prefilled(prefill.stream.cached)
             stream.engine_wait_s = prefill.stream.engine_wait_s
@@ -321,7 +322,7 @@ class Dispatcher:
         return of_class(task.prepared.request.hints, self._batch_classes)
 
     def _placement_timeout(self, task: SequenceTask) -> float:
-        return self._batch_timeout if self._is_batch(task) else self._route_timeout
+        return self._batch_timeout if self._is_batch(task) else self._settings.route_timeout_s
 
     async def follow(self, task: SequenceTask) -> None:
         """Return when the sequence has ended; raise its error. Migrates it off lost workers."""
@@ -335,7 +336,7 @@ class Dispatcher:
                 break
             self._end_attempt(task)
             self._blame(stream, stream, stream.loss)
-            if migrations == self._migration_limit:
+            if migrations == self._settings.migration_limit:
                 raise Unavailable(f"The worker was lost: {stream.lost}")
             migrations += 1
             await self._migrate(task)

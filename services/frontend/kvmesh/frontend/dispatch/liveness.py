@@ -92,7 +92,7 @@ class LivenessMonitor:
         self._bus = bus
         self._workers = workers
         self._events = events
-        self._stall_timeout = stall_timeout
+        self.stall_timeout = stall_timeout
         self._watched: dict[TokenStream, ProbeState] = {}
         self._any = asyncio.Event()  # stream to watch
         self._pinged: dict[str, float] = {}
@@ -163,7 +163,7 @@ class LivenessMonitor:
             state.refresh()
             self._report(state, now)
             silence = state.silence(now)
-            if silence > self._stall_timeout:
+            if silence > self.stall_timeout:
                 stream.fail(ApiError("timeout", "The engine has been silent for too long."))
             elif state.cut_off and now - self._bus.connected_at > TICK_S:
                 state.cut_off = False

@@ -36,7 +36,6 @@ class RequestRunner:
 
     dispatcher: Dispatcher
     events: SequenceEventPublisher
-    route_timeout: float
     expectations: CacheExpectations = field(default_factory=CacheExpectations)
 
     def run(
@@ -79,7 +78,7 @@ class ActiveRequest:
         streams = [TokenStream(name, started, limit=prepared.max_tokens) for name in names]
         logprobs = [_logprobs(prepared) for _ in streams]
         self._pipelines = [_pipeline(prepared, parser) for parser in logprobs]
-        states = [DispatchState(started + runner.route_timeout) for _ in streams]
+        states = [DispatchState(started + runner.dispatcher.route_timeout_s) for _ in streams]
         diagnose = partial(diagnostics, prepared, streams[0], states[0])
         self._counter = UsageCounter(prepared, streams, self._pipelines, diagnose)
         # agents' answers are read along, which costs less than reading them again

@@ -75,10 +75,12 @@ class OutcomeReporter:
                 forked_from=request.hints.forked_from or "",
                 load_test=request.hints.load_test,
                 alias=request.model if request.target else "",
+                shadow=request.shadow,
             ),
         )
         _measure(task, started, now)
-        _count_use(task, key_tenant, now)
+        if not request.shadow:
+            _count_use(task, key_tenant, now)
         self._compare(task)
         for outcome in all_outcomes(task):
             metrics.retention_directives.labels(task.model, outcome).inc()

@@ -13,9 +13,11 @@ from kvmesh.frontend.fair_threads import FairThreads
 from kvmesh.frontend.http.bodies import JSON, check_utf8, parse_heavy, read_body
 from kvmesh.frontend.http.middleware import Caller, Handler, caller_of
 from kvmesh.frontend.http.request_id import stamp_of
+from kvmesh.runtime.fair_slots import FairTurns
 from kvmesh.settings.schema import FrontendSettings
 
 T = TypeVar("T")
+INTAKE = 8  # light requests that are parsed and prepared in a pass of the event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +56,15 @@ class EndpointFactory:
         self._settings = settings
         self._threads = threads
         self._turns = turns
+        self._intake = FairTurns(INTAKE)
 
     def with_body(
         self, parse: Parse[T], act: Action[T], scope: Scope | None = None, api: str = ""
     ) -> Handler:
         """Handler of a request with a body; `parse` runs in a thread unless the body is light.
 
-        Bodies of the same `api` may continue each other.
+        Bodies of the same `api` may continue each other. The event loop begins few of its light
+        ones in one pass, of callers in turn: many requests of one do not delay those of another.
         """
 
         async def handle(http: web.Request) -> web.StreamResponse:
@@ -72,6 +76,8 @@ class EndpointFactory:
             if not turn.rest.isascii():
                 await check_utf8(turn.rest)
             light, stamp = turn.is_light, stamp_of(http)
+            if api and light:
+                await self._intake.take(caller.fair_class)
 
             def parsed_body() -> T:
                 return parse(body, http.headers, stamp, turn)

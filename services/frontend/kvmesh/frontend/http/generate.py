@@ -1,5 +1,6 @@
 """The generating endpoints: from the body to the answer, the same way for every API."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -7,12 +8,14 @@ from aiohttp import web
 
 from kvmesh.bus.promptness import Promptness
 from kvmesh.frontend.apis.base import Api, ApiCall, ConversationThread, RequestStamp
+from kvmesh.frontend.auth.admission import Admission
 from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.dispatch.route_client import Arrivals
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.failure_log import log_failure
 from kvmesh.frontend.generation.active_request import DISCARD, ActiveRequest, RequestRunner
+from kvmesh.frontend.generation.shadows import ShadowTraffic
 from kvmesh.frontend.http.bodies import JSON, LARGE, internal_error
 from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory
 from kvmesh.frontend.http.middleware import Caller, Handler, caller_of
@@ -50,7 +53,9 @@ class Dependencies:
     session_hooks: SessionHooks
     arrivals: Arrivals
     promptness: Promptness
+    admission: Admission
     background: BackgroundResponses
+    shadows: ShadowTraffic
 
 
 class GenerateEndpoint:
@@ -104,6 +109,7 @@ class GenerateEndpoint:
                     return await self._stream(stream, api, active, call)
                 return await self._whole(active, call)
         finally:
+            self._copy(caller, active)
             summarize(active, caller.started)
             caller.failed = stream is not None and stream.failed
             self._dependencies.session_hooks.end(hooked, active, api.in_order)
@@ -115,6 +121,7 @@ class GenerateEndpoint:
         await self._history.prepend(request, call.thread)  # an alias looks at the first message
         model, adapter = registry.resolve_for(request, sticky_key)
         caller.model = request.target or request.model
+        caller.shadows = self._dependencies.shadows.copies(request)
         prepared = await self._dependencies.preprocessor.prepare(request, model, adapter)
         describe(prepared)
         model.metrics.prompt_tokens.inc(prepared.prompt_tokens)
@@ -173,6 +180,7 @@ class GenerateEndpoint:
         except Exception as error:
             run.end(renderer.failed(internal_error(error, request.id)))
         finally:
+            self._copy(caller, active)
             summarize(active, caller.started)
             dependencies.session_hooks.end(hooked, active, api.in_order)
             leave()
@@ -200,6 +208,12 @@ class GenerateEndpoint:
             await self._generate(run, api, call, caller, prepared, lambda: None, records)
 
         return resume
+
+    def _copy(self, caller: Caller, active: ActiveRequest) -> None:
+        """Send the copies of a request that has been answered."""
+        if caller.shadows and active.tasks[0].stream.finish in ("stop", "length"):
+            now = asyncio.get_running_loop().time()
+            self._dependencies.shadows.start(caller.shadows, now)
 
     async def _whole(self, active: ActiveRequest, call: ApiCall) -> web.Response:
         await active.finished()

@@ -32,8 +32,8 @@ class Caller:
 
     `tenant` is the tag of its namespace, `started` the arrival on the loop's clock. `model` is a
     metric label: handlers set it once the model is known to be served. `request` is what it asks
-    for once it is parsed, and `active` the same once it runs. `failed` is set if an error ended the
-    response after its head.
+    for once it is parsed, `shadows` are copies of it for other models, and `active` is the same
+    once it runs. `failed` is set if an error ended the response after its head.
     """
 
     def __init__(self, authenticator: Authenticator, http: web.Request, now: float) -> None:
@@ -47,6 +47,7 @@ class Caller:
         self.model = ""
         self.failed = False
         self._entry: AccountEntry | None = None
+        self.shadows: list[GenerateRequest] = []
         self.outlived: asyncio.Future[Callable[[], None]] | None = None
 
     @property

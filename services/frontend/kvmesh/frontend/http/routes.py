@@ -11,7 +11,6 @@ from kvmesh.frontend.apis.completions import Completions
 from kvmesh.frontend.apis.messages.api import CountTokens, Messages
 from kvmesh.frontend.apis.responses.api import InputTokens, Responses
 from kvmesh.frontend.apis.tokens import Tokenize
-from kvmesh.frontend.auth.admission import Admission
 from kvmesh.frontend.http import request_id
 from kvmesh.frontend.http.access_log import AccessEntry
 from kvmesh.frontend.http.bodies import awaits_reader
@@ -79,7 +78,7 @@ def application(
     cross_origin = CrossOrigin(settings.cors_origins) if settings.cors_origins else None
     middleware = RequestMiddleware(
         dependencies.authenticator,
-        Admission(settings.max_in_flight),
+        dependencies.admission,
         dependencies.promptness,
         UNRESTRICTED,
         {api.name: api.id_prefix for api in GENERATING.values()},

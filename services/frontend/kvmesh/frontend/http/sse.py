@@ -99,7 +99,7 @@ class StreamSupervisor:
 
     def __init__(self, keepalive_s: float, slow_reader_s: float) -> None:
         self._keepalive_s = keepalive_s
-        self._slow_reader_s = slow_reader_s
+        self.slow_reader_s = slow_reader_s
         self._streams: dict[EventStream, tuple[bytes, Callable[[], None]]] = {}
         self._any = asyncio.Event()
 
@@ -128,7 +128,7 @@ class StreamSupervisor:
         if since is not None:
             if stream.writable:
                 resume()
-            elif now - since > self._slow_reader_s:
+            elif now - since > self.slow_reader_s:
                 log.warning("disconnecting a client that has not read for %.0f s", now - since)
                 stream.cut()
         elif stream.is_open and now - stream.wrote_at > self._keepalive_s and stream.writable:

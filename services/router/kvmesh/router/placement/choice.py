@@ -57,6 +57,11 @@ class RankChoice:
         self._speeds = speeds
         self._policies = policies
         self.limits = thresholds(settings)
+        self.take_costs()
+
+    def take_costs(self) -> None:
+        """Compute costs by the settings as they are now."""
+        settings = self._settings
         self._model = cost_model(settings)
         self._prefill_model = cost_model(settings, settings.prefill_credits)
         self._decode_model = cost_model(settings, settings.decode_credits, computes=False)

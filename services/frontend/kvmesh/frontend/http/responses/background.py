@@ -11,7 +11,13 @@ from msgspec.structs import replace
 from kvmesh.bus.errors import BusError, Conflict, NotFound, cause
 from kvmesh.frontend.apis.base import RequestStamp
 from kvmesh.frontend.errors import ApiError, InvalidRequest, Unavailable
-from kvmesh.frontend.http.responses.log import EventRecord, ResponseLog, RunHead, events
+from kvmesh.frontend.http.responses.log import (
+    MAX_BEGUN,
+    EventRecord,
+    ResponseLog,
+    RunHead,
+    events,
+)
 from kvmesh.frontend.http.responses.store import ResponseNotFound, ResponseStore
 from kvmesh.frontend.http.sse import EventStream, StreamSupervisor
 from kvmesh.runtime.background import BackgroundTasks
@@ -137,9 +143,15 @@ class BackgroundResponses:
         begun: bytes,
         target: str,
     ) -> Run:
-        """Store the head of a new response, whose first events are `begun`; raises Unavailable."""
+        """Store the head of a new response, whose first events are `begun`.
+
+        Raises Unavailable, or ApiError (413) for events that no record holds.
+        """
         if self._leaving:
             raise Unavailable("The server is stopping.")
+        if len(begun) > MAX_BEGUN:
+            reason = "The request is too large for a response that is generated in the background."
+            raise ApiError("too_large", reason, param="background")
         response = next(found for _, _, found in events(begun))
         head = RunHead(self.instance, stamp.token, stamp.created, body, headers, response, target)
         stored = self._store.log(response_id, tenant)
@@ -303,12 +315,18 @@ class BackgroundResponses:
             raise Unavailable(f"Cannot read stored responses: {error}") from error
 
 
+# besides X-headers: the client's program and, of Codex, the session
+KEPT = frozenset(("user-agent", "session-id", "thread-id"))
+SECRET = ("auth", "cookie", "key", "password", "secret", "token")  # in names of headers
+
+
 def kept_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """The headers that say how to answer; never those with credentials."""
+    """The headers that say how to answer, and whose request it is; never those with credentials."""
+    names = {name.lower(): value for name, value in headers.items()}
     return {
-        name.lower(): value
-        for name, value in headers.items()
-        if name.lower().startswith("x-") and "key" not in name.lower()
+        name: value
+        for name, value in names.items()
+        if name in KEPT or (name.startswith("x-") and not any(word in name for word in SECRET))
     }
 
 

@@ -3,10 +3,12 @@
 A response has a *head*, which names the frontend that generates it, and numbered *records* of its
 events. Each record is created once: a frontend that finds its next number taken has been replaced,
 or the response was cancelled, and stops. They lie beside the finished response in the bucket, under
-the same entry, so that its quota, age and deletion hold for them, too.
+the same entry, so that its quota, age and deletion hold for them, too. A value that exceeds a
+message is stored in *parts*, whose names it then holds in its place.
 """
 
 import asyncio
+import secrets
 from collections.abc import Iterator
 
 import msgspec
@@ -21,9 +23,11 @@ from kvmesh.frontend.errors import Unavailable
 
 TIMEOUT_S = 5.0
 HEAD = "head"
-MAX_RECORD = 16 << 20  # before compression
+MAX_RECORD = 64 << 20  # before compression
+MAX_BEGUN = MAX_RECORD // 2  # of the first events, which repeat the request, as the last ones do
 MAX_BODY = 2 << 20  # of a request with which another frontend can go on
 END = b"\n\n"
+IN_PARTS = b"\0parts"  # no compressed value begins so
 
 
 class RunHead(Struct, array_like=True):
@@ -55,6 +59,13 @@ class EventRecord(Struct, array_like=True):
     ends: bool = False
 
 
+class _Parts(Struct, array_like=True):
+    """The names of the parts, in place of a value that is stored in them."""
+
+    token: str
+    count: int
+
+
 class _Numbered(Struct):
     sequence_number: int
     response: Raw = Raw(b"")
@@ -62,6 +73,7 @@ class _Numbered(Struct):
 
 _heads = msgspec.msgpack.Decoder(RunHead)
 _records = msgspec.msgpack.Decoder(EventRecord)
+_parts = msgspec.msgpack.Decoder(_Parts)
 _events = msgspec.json.Decoder(_Numbered)
 
 
@@ -73,7 +85,10 @@ def events(frames: bytes) -> Iterator[tuple[int, bytes, bytes]]:
 
 
 class ResponseLog:
-    """Head and records of one response of a tenant; raises BusError, or Unavailable if late."""
+    """Head and records of one response of a tenant; raises BusError, or Unavailable if late.
+
+    `most` is the size in bytes of the largest message.
+    """
 
     def __init__(self, bucket: Bucket, quota: BucketQuota, entry: str, most: int) -> None:
         self._bucket = bucket
@@ -89,16 +104,16 @@ class ResponseLog:
     async def begin(self, head: RunHead) -> int:
         """Store the head of a new response; returns its revision.
 
-        A body with which the head has more than `most` bytes is left out.
+        A body of more than MAX_BODY is left out.
         """
-        packed = _packed(head)
-        if len(head.body) > MAX_BODY or len(packed) > self._most:
-            packed = _packed(replace(head, body=b""))
-        return await self._create(HEAD, packed)
+        if len(head.body) > MAX_BODY:
+            head = replace(head, body=b"")
+        return await self._create(HEAD, _packed(head))
 
     async def replace(self, head: RunHead, revision: int) -> int:
         """Replace the head of that revision; raises Conflict if another one has."""
-        return await self._bucket.update(f"{self._entry}.{HEAD}", _packed(head), last=revision)
+        packed = await self._fitting(HEAD, _packed(head))
+        return await self._bucket.update(self._key(HEAD), packed, last=revision)
 
     async def append(self, number: int, record: EventRecord) -> int:
         """Store the record of that number; returns its revision. Raises Conflict if it is there."""
@@ -111,17 +126,38 @@ class ResponseLog:
         except NotFound:
             return None
 
+    def _key(self, name: str) -> str:
+        return f"{self._entry}.{name}"
+
     async def _get(self, name: str) -> tuple[bytes, int]:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                found = await self._bucket.get(f"{self._entry}.{name}")
+                found = await self._bucket.get(self._key(name))
+                value = found.value or b""
+                if value.startswith(IN_PARTS):
+                    parts = _parts.decode(value[len(IN_PARTS) :])
+                    keys = (self._key(f"{name}-{parts.token}-{n}") for n in range(parts.count))
+                    value = b"".join([(await self._bucket.get(key)).value or b"" for key in keys])
         except TimeoutError as error:
             raise Unavailable("Cannot read stored responses in time.") from error
-        return found.value or b"", found.revision or 0
+        except msgspec.MsgspecError as error:
+            raise BusError(f"a stored event is damaged: {error}") from error
+        return value, found.revision or 0
 
     async def _create(self, name: str, packed: bytes) -> int:
         await self._quota.reserve(self._entry, len(packed))
-        return await self._bucket.create(f"{self._entry}.{name}", packed)
+        return await self._bucket.create(self._key(name), await self._fitting(name, packed))
+
+    async def _fitting(self, name: str, packed: bytes) -> bytes:
+        """The value, or what stands for it once its parts are stored."""
+        if len(packed) <= self._most:
+            return packed
+        starts = range(0, len(packed), self._most)
+        parts = _Parts(secrets.token_hex(8), len(starts))
+        for number, start in enumerate(starts):
+            key = self._key(f"{name}-{parts.token}-{number}")
+            await self._bucket.create(key, packed[start : start + self._most])
+        return IN_PARTS + msgspec.msgpack.encode(parts)
 
 
 def _packed(value: RunHead | EventRecord) -> bytes:
