@@ -3,7 +3,7 @@
 import pytest
 
 from kvmesh.worker.capabilities import TierCounts
-from kvmesh.worker.engines.remote.gauges import Gauges, Sample, gauges_of, lower_tiers
+from kvmesh.worker.engines.remote.gauges import Gauges, Sample, gauges_of, lower_tiers, vllm_ranks
 
 
 def series(name: str, value: float, **labels: str) -> Sample:
@@ -29,6 +29,17 @@ def test_data_parallel_ranks_add_up(label: str) -> None:
     samples = [series(name, n, **{label: str(n)}, tp_rank=str(tp)) for n in (1, 2) for tp in (0, 1)]
     samples += [series(usage, n / 4, **{label: str(n)}) for n in (1, 2)]
     assert gauges_of(samples, "m") == Gauges(3, None, 0.375)
+
+
+@pytest.mark.parametrize(("named", "model"), [("m", "m"), ("m", "an-alias"), ("", "m")])
+def test_a_server_names_its_ranks(named: str, model: str) -> None:
+    name, labels = "vllm:num_requests_running", {"model_name": named} if named else {}
+    samples = [series(name, 0, engine=str(n), **labels) for n in (10, 9)]
+    assert vllm_ranks([*samples, series("vllm:num_requests_waiting", 0, engine="1")], model) == [
+        9,
+        10,
+    ]
+    assert vllm_ranks([series(name, 0), series(name, 0, engine="all")], model) == []
 
 
 def test_only_the_own_model_counts() -> None:

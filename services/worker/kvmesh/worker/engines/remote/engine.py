@@ -67,6 +67,7 @@ log = logging.getLogger(__name__)
 MISSED_PROBES = 3
 CONNECT_S = 5.0  # longest wait for a connection
 LINE_BYTES = 1 << 20
+OTHER_RANKS = "other_ranks"  # a kind of warning
 NO_CONNECTOR = "the server's metrics have no series of KvmeshConnector"
 NO_CACHED_TOKENS = "the server does not report cached tokens (--enable-prompt-tokens-details)"
 
@@ -122,6 +123,7 @@ class RemoteEngine(PrefetchingAdapter):
         self._server = InferenceServer(self._http, self._url)
         try:
             self._info = await self._server.describe(self._remote.model)
+            self._check_ranks()
             if not self._is_sglang:
                 self._reports_cached = await self._server.try_completion(self._info.model)
                 retention = ServerRetention(self._http, self._url)
@@ -164,10 +166,25 @@ class RemoteEngine(PrefetchingAdapter):
         self._tasks.start(self._watch(server), "server watch")
         return self._describe(block_size)
 
+    def _check_ranks(self) -> None:
+        """Compare the configured ranks with the server's; raises EngineConfigError."""
+        has, wanted = len(self._info.ranks), self._remote.dp_ranks
+        if 0 < has < wanted:
+            raise EngineConfigError(
+                f"{self._redacted_url} has {has} of the {wanted} data-parallel ranks that"
+                " remote.dp_ranks states"
+            )
+        if has > wanted:
+            self._warnings[OTHER_RANKS] = (
+                f"the server has {has} data-parallel ranks, remote.dp_ranks is {wanted}: the index"
+                " does not know the blocks of the others"
+            )
+
     def _feed(self, rank: int, ledger: CacheLedger, sink: Sink) -> EventFeed:
-        remote = self._remote
-        replay = rank_endpoint(remote.kv_replay, rank) if remote.kv_replay else None
-        return EventFeed(rank, ledger, sink, rank_endpoint(remote.kv_events, rank), replay)
+        remote, ranks = self._remote, self._info.ranks
+        published = ranks[rank] if ranks else rank  # among the ranks of all servers
+        replay = rank_endpoint(remote.kv_replay, published) if remote.kv_replay else None
+        return EventFeed(rank, ledger, sink, rank_endpoint(remote.kv_events, published), replay)
 
     def submit(self, work: Work) -> None:
         if self._streams is None or self._http is None:
