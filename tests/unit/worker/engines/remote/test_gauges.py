@@ -3,7 +3,14 @@
 import pytest
 
 from kvmesh.worker.capabilities import TierCounts
-from kvmesh.worker.engines.remote.gauges import Gauges, Sample, gauges_of, lower_tiers, vllm_ranks
+from kvmesh.worker.engines.remote.gauges import (
+    Gauges,
+    Sample,
+    gauges_of,
+    lower_tiers,
+    rank_gauges,
+    vllm_ranks,
+)
 
 
 def series(name: str, value: float, **labels: str) -> Sample:
@@ -40,6 +47,16 @@ def test_a_server_names_its_ranks(named: str, model: str) -> None:
         10,
     ]
     assert vllm_ranks([series(name, 0), series(name, 0, engine="all")], model) == []
+
+
+@pytest.mark.parametrize("label", ["dp_rank", "engine"])
+def test_each_rank_has_gauges_of_its_own(label: str) -> None:
+    name = {"dp_rank": "sglang:num_queue_reqs", "engine": "vllm:num_requests_waiting"}[label]
+    running = {"dp_rank": "sglang:num_running_reqs", "engine": "vllm:num_requests_running"}[label]
+    samples = [series(name, 10 * n, **{label: str(n)}, model_name="m") for n in (2, 3)]
+    samples += [series(running, n, **{label: str(n)}, model_name="m") for n in (2, 3)]
+    found = rank_gauges([*samples, series(name, 50)], "m", [2, 3, 4])
+    assert found == [Gauges(2, 20), Gauges(3, 30), Gauges()]
 
 
 def test_only_the_own_model_counts() -> None:

@@ -8,7 +8,7 @@ count is that of the blocks known from events when the request was sent.
 import asyncio
 import logging
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -101,6 +101,7 @@ class RemoteEngine(PrefetchingAdapter):
         self._info = ServerInfo(model="", owner="")
         self._ledgers: list[CacheLedger] = []
         self._gauges = Gauges()
+        self._of_ranks = [Gauges()] * remote.dp_ranks
         self._clock = StepClock()
         self._retention: ServerRetention | None = None
         self._reports_cached = False
@@ -131,7 +132,7 @@ class RemoteEngine(PrefetchingAdapter):
                 if retention.problem:
                     self._warnings[NO_RETENTION] = retention.problem
             if self._remote.kvbm:
-                self._tier_counts = (await self._server.gauges(self._info.model)).tiers
+                self._tier_counts = (await self._server.gauges(self._info.model))[0].tiers
                 if self._tier_counts is None:
                     log.warning("%s: no lower tiers, %s", self._redacted_url, NO_CONNECTOR)
             return self._open_streams(sink, self._server)
@@ -180,9 +181,13 @@ class RemoteEngine(PrefetchingAdapter):
                 " does not know the blocks of the others"
             )
 
+    @property
+    def _ranks(self) -> Sequence[int]:
+        """The ranks that this worker serves, among those of all servers of a deployment."""
+        return (self._info.ranks or range(self._remote.dp_ranks))[: self._remote.dp_ranks]
+
     def _feed(self, rank: int, ledger: CacheLedger, sink: Sink) -> EventFeed:
-        remote, ranks = self._remote, self._info.ranks
-        published = ranks[rank] if ranks else rank  # among the ranks of all servers
+        remote, published = self._remote, self._ranks[rank]
         replay = rank_endpoint(remote.kv_replay, published) if remote.kv_replay else None
         return EventFeed(rank, ledger, sink, rank_endpoint(remote.kv_events, published), replay)
 
@@ -264,9 +269,8 @@ class RemoteEngine(PrefetchingAdapter):
     def load(self, instance: str) -> list[Load]:
         if self._streams is None:
             return []
-        gauges = self._gauges if self._remote.dp_ranks == 1 else Gauges()
+        of_ranks = [self._gauges] if self._remote.dp_ranks == 1 else self._of_ranks
         blocks = self._blocks
-        active = None if gauges.usage is None else round(gauges.usage * blocks)
         return [
             self._streams.load(
                 instance,
@@ -274,11 +278,11 @@ class RemoteEngine(PrefetchingAdapter):
                 blocks,
                 len(ledger),
                 gauges.waiting,
-                active,
+                None if gauges.usage is None else round(gauges.usage * blocks),
                 step_s=self._counters.step_s,
                 busy_s=self._counters.busy_s,
             )
-            for rank, ledger in enumerate(self._ledgers)
+            for rank, (ledger, gauges) in enumerate(zip(self._ledgers, of_ranks, strict=True))
         ]
 
     def tier_counts(self) -> TierCounts | None:
@@ -394,7 +398,8 @@ class RemoteEngine(PrefetchingAdapter):
 
     async def _poll(self, server: InferenceServer) -> None:
         self._own.restart_most()
-        gauges = self._gauges = await server.gauges(self._info.model)
+        gauges, self._of_ranks = await server.gauges(self._info.model, self._ranks)
+        self._gauges = gauges
         now = asyncio.get_running_loop().time()
         self._served_tokens = gauges.served or self._served_tokens
         if self._tier_counts is not None:

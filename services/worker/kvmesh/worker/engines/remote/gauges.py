@@ -57,6 +57,15 @@ def gauges_of(samples: Iterable[Sample], model: str) -> Gauges:
     )
 
 
+def rank_gauges(samples: Iterable[Sample], model: str, ranks: Iterable[int]) -> list[Gauges]:
+    """The gauges of each of these data-parallel ranks, all None where no series names it."""
+    of_rank: dict[str, list[Sample]] = {}
+    for sample in samples:
+        if rank := next((sample[1][name] for name in _RANKS if name in sample[1]), None):
+            of_rank.setdefault(rank, []).append(sample)
+    return [gauges_of(of_rank.get(str(rank), []), model) for rank in ranks]
+
+
 def vllm_ranks(samples: Iterable[Sample], model: str) -> list[int]:
     """The data-parallel ranks that a vLLM server runs of `model`; empty if it does not tell."""
     found = _of_model([sample for sample in samples if sample[0] == _VLLM["running"]], model)

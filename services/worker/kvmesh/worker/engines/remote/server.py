@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -23,7 +23,7 @@ from kvmesh.worker.adapters.connector_series import (
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import EngineConfigError, EngineError, Unsupported
 from kvmesh.worker.engines.remote.completions import cached_tokens
-from kvmesh.worker.engines.remote.gauges import Gauges, gauges_of, vllm_ranks
+from kvmesh.worker.engines.remote.gauges import Gauges, gauges_of, rank_gauges, vllm_ranks
 from kvmesh.worker.lora.folder import AdapterError
 
 PROBE_TIMEOUT_S = 5.0
@@ -110,10 +110,11 @@ class InferenceServer:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    async def gauges(self, model: str) -> Gauges:
-        """Load of the server from /metrics; all None without metrics."""
+    async def gauges(self, model: str, ranks: Sequence[int] = ()) -> tuple[Gauges, list[Gauges]]:
+        """Load of the server by its metrics, and of each of these ranks; all None without any."""
         samples = await self._metrics()
-        return gauges_of(samples, model)._replace(tiers=_tier_counts(samples))
+        total = gauges_of(samples, model)._replace(tiers=_tier_counts(samples))
+        return total, rank_gauges(samples, model, ranks)
 
     async def post(
         self, path: str, params: dict[str, str], timeout_s: float
