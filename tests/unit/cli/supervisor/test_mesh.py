@@ -216,8 +216,9 @@ async def test_starts_that_fail_again_and_again_are_told_with_the_reason(run: Ru
     worker, dashboard = run.mesh.processes[1], run.mesh.processes[-1]
     for each in (worker, dashboard):
         each.record.policy = RestartPolicy(first_s=0.01, max_s=0.01)
-    told = "worker-1 exited with status 1, the start no. 4 in a row that has failed: no memory"
-    await eventually(lambda: any(f"{told}; restarting" in line for line in run.lines))
+    end = "worker-1 exited with status 1; restarting"
+    told = f"{end}, though 4 starts in a row have failed: no memory"
+    await eventually(lambda: any(told in line for line in run.lines))
     await eventually(lambda: dashboard.record.failed_starts >= 4)
     assert not any("dashboard-0 exited" in line and "in a row" in line for line in run.lines)
-    assert not any("no. 2 in a row" in line for line in run.lines)
+    assert not any("though 2 starts" in line for line in run.lines)

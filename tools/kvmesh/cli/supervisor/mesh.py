@@ -234,7 +234,7 @@ class SupervisedMesh:
             if self.on_retired is not None:
                 self.on_retired(process.spec.name)
         else:
-            self._log.note(f"{end}{_in_vain(process)}; restarting", "W")
+            self._log.note(f"{end}; restarting{_in_vain(process)}", "W")
 
     def _ends_start(self, process: SupervisedProcess, status: int) -> bool:
         """True if this end shows, before the mesh was ready, that it will not become so."""
@@ -276,7 +276,7 @@ def _in_vain(process: SupervisedProcess) -> str:
     if process.spec.role in CARDLESS or tries < EARLY_FAILURES:
         return ""
     reason = f": {process.error}" if process.error else ""
-    return f", the start no. {tries} in a row that has failed{reason}"
+    return f", though {tries} starts in a row have failed{reason}"
 
 
 def describe_exit(status: int) -> str:
