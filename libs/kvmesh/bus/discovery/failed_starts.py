@@ -6,6 +6,7 @@ It ends after FAILED_TTL_S, or when a worker of that name joins.
 
 import logging
 from contextlib import suppress
+from math import isfinite
 
 import msgspec
 
@@ -57,6 +58,7 @@ async def failed_starts(bus: Bus) -> list[FailedStart]:
         except msgspec.MsgspecError as error:
             log.debug("ignored a failed start at %s: %s", key, error)
             continue
-        if key == bus.subjects.failed_start_key(name_of(failed.instance)):
+        finite = isfinite(failed.started) and isfinite(failed.failed)
+        if finite and key == bus.subjects.failed_start_key(name_of(failed.instance)):
             found.append(failed)
     return sorted(found, key=lambda failed: failed.instance)

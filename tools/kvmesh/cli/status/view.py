@@ -165,8 +165,8 @@ def _failed(failed: FailedStartReport) -> str:
     start = failed.start
     when = f"{duration(failed.age_s)} ago, after {start.failed - start.started:.0f} s"
     end = "; it rejects its settings" if start.final else ""
-    where = f"in {printable(start.phase)} of {start.engine}"
-    return f"{start.instance}, {when}, {where}{end}: {printable(start.error)}"
+    where = f"in {start.phase} of {start.engine}"
+    return printable(f"{start.instance}, {when}, {where}{end}: {start.error}")
 
 
 def _idle_models(models: list[IdleModelReport]) -> FittedTable:
