@@ -14,6 +14,7 @@ from support.vllm import ARGS, SIZE, work
 
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import VllmSettings, WorkerSettings
+from kvmesh.worker.adapters.kv_events.subscriber import rank_endpoint
 from kvmesh.worker.adapters.request_streams import EngineUnavailable
 from kvmesh.worker.engine import EngineConfigError, EngineContext, EngineError, Rejected
 from kvmesh.worker.engines.vllm.retention.settings import CONNECTOR as RETENTION
@@ -245,3 +246,22 @@ def test_connectors_that_vllm_has_replaced_are_named() -> None:
     assert "no_prefix_cache" in changed_arguments(asked, config)
     chosen = {"scheduling_policy": "fcfs", "kv_events_config": {}}
     assert sorted(changed_arguments(chosen, config)) == ["tenants_share_kv"]
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "ipc:///run/kv/tcp-events:1"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_ranks_publish_where_a_subscriber_looks(endpoint: str, rank: int) -> None:
+    from vllm.distributed.kv_events import ZmqEventPublisher
+
+    assert ZmqEventPublisher.offset_endpoint_port(endpoint, rank) == rank_endpoint(endpoint, rank)
+
+
+def test_ranks_are_numbered_over_all_servers_of_a_deployment() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import MPClient
+
+    publisher = inspect.getsource(Scheduler.__init__).partition("EventPublisherFactory")[2]
+    assert "data_parallel_index" in publisher.partition("\n\n")[0]
+    assert "engine_ranks_managed" in inspect.getsource(MPClient.__init__)
+    assert "engine_idxs=self.engine_core.engine_ranks_managed" in inspect.getsource(AsyncLLM)

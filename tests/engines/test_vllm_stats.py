@@ -49,3 +49,13 @@ def test_steps_without_running_requests_count_as_signs_of_life_but_not_as_busy(
         rank.step(0.01, running=0, waiting=1)
     assert 10 < rank.stats.counters.steps - before <= 30
     assert rank.stats.counters.busy_s < 0.01
+
+
+@pytest.mark.parametrize(("managed", "ranks"), [([2, 3], [2, 3]), ([0], [0]), (None, [0, 1, 2, 3])])
+def test_a_vllm_runs_the_ranks_that_its_client_manages(
+    managed: list[int] | None, ranks: list[int]
+) -> None:
+    core = SimpleNamespace(**({} if managed is None else {"engine_ranks_managed": managed}))
+    config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=4))
+    llm = SimpleNamespace(engine_core=core, vllm_config=config)
+    assert stats.managed_ranks(llm) == ranks

@@ -178,6 +178,7 @@ def sglang(mesh: Mesh, tmp_path: Path) -> Mesh:
     path = (str(packages), str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", ""))
     mesh.env |= {
         "KVMESH_WORKER_ENGINE": "sglang",
+        "KVMESH_SGLANG_ARGS": "load_format=dummy",
         "KVMESH_WORKER_MODEL": str(model_dir()),
         "PYTHONPATH": os.pathsep.join(path),
     }

@@ -65,6 +65,7 @@ class ApiServer:
     `adapters` are those loaded at run time, name to folder; None: the server has no such endpoint.
     `connector` is vLLM's KV connector, which keeps every block in `below` unless it only
     transfers, and SGLang does so in its `storage`. vLLM clears in its `development` mode only.
+    `ranks` are those that its metrics name; the first one runs.
     """
 
     folder: Path
@@ -86,11 +87,12 @@ class ApiServer:
     connector: str = ""
     development: bool = True
     storage: str = ""
+    ranks: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         if self.zmq:
             # "tcp" and a number let an engine add a rank, see kvmesh's event_endpoints
-            prefix, rank = ("tcp-", ":1") if self.private else ("", "")
+            prefix, rank = ("tcp-", f":{1 + self.ranks[0]}") if self.private else ("", "")
             self.publisher = ZmqPublisher(self.folder, prefix=prefix, rank=rank)
             self.events: EventSink = self.publisher
         self.levels: dict[int, int] = {}
@@ -404,7 +406,8 @@ class ApiServer:
         text = f"""# TYPE vllm:cache_config_info gauge
 vllm:cache_config_info{{{sizes}}} 1.0
 # TYPE vllm:num_requests_running gauge
-vllm:num_requests_running{{engine="0"}} {len(self.running)}
+vllm:num_requests_running{{engine="{self.ranks[0]}"}} {len(self.running)}
+{"".join(f'vllm:num_requests_running{{engine="{rank}"}} 0' + chr(10) for rank in self.ranks[1:])}\
 # TYPE vllm:num_requests_waiting gauge
 vllm:num_requests_waiting{{engine="0"}} {len(self.waiting)}
 # TYPE vllm:kv_cache_usage_perc gauge

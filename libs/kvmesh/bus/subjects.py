@@ -12,6 +12,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 INSTANCE_KINDS = frozenset(
     ("work", "out", "ctl", "returns", "adapters", "dump", "ping", "kvbm", "load", "starting")
 )
+FAILED = "=failed"  # in the place of an instance's suffix; no instance has it
 MAX_SESSION_TOKEN = 512  # characters: a server bounds the length of subjects
 _ESCAPED = re.compile(r"=([0-9A-F]{2})")
 
@@ -257,6 +258,10 @@ class Subjects:
     def lease_key(self, role: str, instance: str) -> str:
         """Key of a process's lease in the instances bucket."""
         return ".".join((role, *instance_tokens(instance)))
+
+    def failed_start_key(self, name: str) -> str:
+        """Key, in the instances bucket, of the latest failed start of the worker of that name."""
+        return ".".join(("worker", token(name), FAILED))
 
     def busy_key(self, model: str) -> str:
         """Key of a model's busy thresholds in the router bucket."""

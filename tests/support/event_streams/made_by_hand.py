@@ -92,8 +92,9 @@ def _parent(tokens: list[int], before: int, in_process: bool) -> int | None:
 class TensorRtCache:
     """Blocks of device memory, and of the host's into which eviction moves them."""
 
-    def __init__(self, writer: StreamWriter) -> None:
+    def __init__(self, writer: StreamWriter, rank: int | None) -> None:
         self.writer, self.level, self.number = writer, dict[int, int](), 0
+        self._rank = {} if rank is None else {"attention_dp_rank": rank}
 
     def store(self, tokens: list[int]) -> None:
         first, blocks = leading(tokens, SIZE, self.level), list[dict[str, Any]]()
@@ -129,39 +130,45 @@ class TensorRtCache:
         )
 
     def publish(self, data: dict[str, Any]) -> None:
-        event = {"event_id": self.number, "data": data, "window_size": 512}
+        event = {"event_id": self.number, "data": data, "window_size": 512, **self._rank}
         self.number += 1
         self.writer.message(json.dumps(event).encode())
 
-    def lookup(self, tokens: list[int]) -> None:
-        device = leading(tokens, SIZE, {b: 0 for b, level in self.level.items() if not level})
-        below = leading(tokens, SIZE, self.level) - device
-        self.writer.lookup(tokens, PLAIN.salt, device, below)
+
+def lookup(writer: StreamWriter, tokens: list[int], caches: list[TensorRtCache]) -> None:
+    """The tokens that the caches have together."""
+    held = {block: level for cache in caches for block, level in cache.level.items() if level}
+    device = {b: 0 for cache in caches for b, level in cache.level.items() if not level}
+    found = leading(tokens, SIZE, device)
+    writer.lookup(tokens, PLAIN.salt, found, leading(tokens, SIZE, held | device) - found)
 
 
-def tensorrt_llm() -> None:
+def tensorrt_llm(mode: str, ranks: list[int | None]) -> None:
     writer = StreamWriter(
         engine="tensorrt_llm",
         version="1.2",
-        mode="host",
+        mode=mode,
         how="composed by hand in the form of the sources",
         block_size=SIZE,
         model=MODEL,
-        counted=False,
+        counted=True,
     )
-    random, cache = Random(1), TensorRtCache(writer)
-    cache.publish({"type": "created", "num_blocks_per_cache_level": [64, 32]})
-    for _ in range(60):
+    random, caches = Random(1), [TensorRtCache(writer, rank) for rank in ranks]
+    for cache in caches:
+        cache.publish({"type": "created", "num_blocks_per_cache_level": [64, 32]})
+    for number in range(60 * len(caches)):
+        cache = caches[number % len(caches)]
         cache.store(prompts(random, SIZE))
         for _ in range(random.randrange(3)):
             block = random.choice(sorted(cache.level))
             cache.move(block, 1 - cache.level[block] if random.random() < 0.6 else -1)
         for _ in range(4):
-            cache.lookup(prompts(random, SIZE))
+            lookup(writer, prompts(random, SIZE), caches)
     print(writer.write().name)
 
 
 if __name__ == "__main__":
     lmcache(in_process=True)
     lmcache(in_process=False)
-    tensorrt_llm()
+    tensorrt_llm("host", [None])
+    tensorrt_llm("attention-ranks", [0, 1])

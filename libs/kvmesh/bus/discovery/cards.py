@@ -17,7 +17,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Instance, MessageDecoder, Role
 from kvmesh.bus.storage.buckets import OPERATION, read_messages
 from kvmesh.bus.streams.reader import StreamMessage
-from kvmesh.bus.subjects import Subjects, name_of
+from kvmesh.bus.subjects import FAILED, Subjects, name_of
 
 log = logging.getLogger(__name__)
 RECORD = "=since"  # suffix of a record's key; no instance has it
@@ -114,6 +114,8 @@ async def read_cards(bus: Bus, *roles: Role) -> list[Instance]:
             return
         if key.endswith(RECORD):
             ages.record(key.removesuffix(RECORD), message.time, message.headers)
+        elif key.endswith(FAILED):
+            return
         elif message.data:  # a deleted key has none
             found[key] = (message.data, message.time)
         else:

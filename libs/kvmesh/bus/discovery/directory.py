@@ -16,6 +16,7 @@ from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import Instance, Role
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.subjects import FAILED
 
 log = logging.getLogger(__name__)
 READY = "ready"  # `STATE` of a process that has to catch up before
@@ -100,6 +101,8 @@ class Directory:
             self._bus.clock.heard(message.time, time.time())
         if key.endswith(RECORD):
             self._on_record(key.removesuffix(RECORD), message)
+            return
+        if key.endswith(FAILED):
             return
         if not message.data:
             expired = (message.headers or {}).get(MARKER) == "MaxAge"

@@ -204,6 +204,23 @@ class Starting(Struct, frozen=True, kw_only=True):
     phases: list[Phase] = []
 
 
+class FailedStart(Struct, frozen=True, kw_only=True):
+    """The latest start of a worker that failed, in its `phase`, with the reason.
+
+    `started` and `failed` are Unix seconds; `final`: the worker rejects its settings, so that a
+    restart would fail again.
+    """
+
+    instance: str
+    model: str
+    engine: str
+    phase: str
+    started: float
+    failed: float
+    error: str
+    final: bool = False
+
+
 class Instance(Struct, frozen=True, kw_only=True):
     """One process on the mesh: the value of its lease. `name` is stable across restarts.
 

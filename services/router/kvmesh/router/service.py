@@ -90,7 +90,7 @@ class RouterService:
         self._prompts = ReceivedHashes()
         self._statements = Statements(own=service.instance)
         self._routers: set[str] = set()
-        self._limits: dict[str, Thresholds] = {}  # those that `kvmesh busy` has set
+        self._limits: dict[str, Thresholds] = {}  # those that `kvmesh model busy` has set
         self._joined_model = asyncio.Event()
         self.ready = False
         bus, subjects = service.bus, service.bus.subjects

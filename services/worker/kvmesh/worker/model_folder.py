@@ -9,6 +9,7 @@ from kvmesh.settings.schema import WorkerSettings
 from kvmesh.worker.engine import EngineConfigError
 
 DEFAULT_CONTEXT = 131072
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 
 
@@ -29,6 +30,22 @@ def has_chat_template(folder: Path) -> bool:
     older = ("chat_template.json", "tokenizer_config.json")
     named = (folder / "chat_template.jinja").is_file() or additional_templates(folder)
     return bool(named) or any(read_json(folder / name).get("chat_template") for name in older)
+
+
+def check_weights(model: str, load_format: str) -> None:
+    """Raise EngineConfigError if a folder has no weights of the kinds that engines look for.
+
+    An engine would find that out in the midst of its start, each time that it is started. Formats
+    other than the default may need no such files.
+    """
+    folder = Path(model)
+    if load_format != "auto" or not folder.is_dir():
+        return
+    if not any(file.suffix in WEIGHT_SUFFIXES for file in folder.iterdir()):
+        kinds = ", ".join(f"*{suffix}" for suffix in WEIGHT_SUFFIXES)
+        raise EngineConfigError(
+            f"{folder} has no weights ({kinds}); with weights.share other workers may give them"
+        )
 
 
 def weights_revision(worker: WorkerSettings, folder: Path) -> str:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 from prometheus_client import REGISTRY
@@ -12,8 +12,9 @@ from prometheus_client.registry import Collector
 
 from kvmesh.blocks.attachment import ArenaUser, WorkerIdentity
 from kvmesh.blocks.kvbm_client import KvbmClient
+from kvmesh.bus.discovery.failed_starts import record_failed_start
 from kvmesh.bus.errors import ModelFilesError
-from kvmesh.bus.messages import KvLayout, StartPhase, StartSource
+from kvmesh.bus.messages import FailedStart, KvLayout, StartPhase, StartSource
 from kvmesh.runtime.process_start import FIRST_LINE, process_created
 from kvmesh.runtime.service import Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
@@ -51,12 +52,21 @@ log = logging.getLogger(__name__)
 # libraries that may install signal handlers when they are imported
 IMPORTED_BY_MAIN_THREAD = ("sglang", "trtllm")
 ELSEWHERE = ("openai",)  # engines that may not reach the files which this process stores
+FAILURE_S = 2.0  # to store why a start has failed
 NO_TEMPLATE = "%s has no chat template: the model serves plain completions only"
 
 
 async def main(service: Service) -> None:
     """Serve until `service.stopping`, then drain and leave."""
     timeline = _timeline(service)
+    try:
+        await _start(service, timeline)
+    except StartError as error:
+        await _record_failure(service, timeline, error)
+        raise
+
+
+async def _start(service: Service, timeline: StartTimeline) -> None:
     with ExitStack() as cleanup:
         folder, service.settings, pinned = await chosen_model(
             service.bus, service.instance, service.settings, timeline, cleanup
@@ -66,6 +76,24 @@ async def main(service: Service) -> None:
             _compile_cache(service, folder, weights, timeline) as cache,
         ):
             await _serve_model(service, folder, timeline, weights, cache)
+
+
+async def _record_failure(service: Service, timeline: StartTimeline, error: StartError) -> None:
+    """Tell observers why this start has failed: the process ends, and may start again."""
+    worker, now = service.settings.worker, time.time()
+    failed = FailedStart(
+        instance=service.instance,
+        model=worker.served_name or str(worker.model or ""),
+        engine=worker.engine,
+        phase=timeline.last,
+        started=now - time.monotonic() + timeline.created,
+        failed=now,
+        error=str(error),
+        final=error.permanent,
+    )
+    with suppress(TimeoutError):
+        async with asyncio.timeout(FAILURE_S):
+            await record_failed_start(service.bus, failed)
 
 
 def _timeline(service: Service) -> StartTimeline:

@@ -4,8 +4,18 @@ import time
 
 import pytest
 
-from kvmesh.bus.messages import Instance, NodeStore, Phase, RankSpeed, Role, Starting, StartSource
+from kvmesh.bus.messages import (
+    FailedStart,
+    Instance,
+    NodeStore,
+    Phase,
+    RankSpeed,
+    Role,
+    Starting,
+    StartSource,
+)
 from kvmesh.cli.status.report import (
+    FailedStartReport,
     IdleModelReport,
     InstanceReport,
     MeshReport,
@@ -88,6 +98,25 @@ def test_the_planner_that_leads_is_marked(capsys: pytest.CaptureFixture[str]) ->
     lines = [line.split() for line in shown(capsys, *members).splitlines()]
     states = {line[0]: line[3] for line in lines if line and line[0].startswith("p-")}
     assert states == {"p-0": "leads", "p-1": "ready"}
+
+
+def test_failed_starts_stand_with_their_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    start = FailedStart(
+        instance="w-1",
+        model="m",
+        engine="vllm",
+        phase="weights",
+        started=0.0,
+        failed=42.0,
+        error="no [bold]memory\x1b[2J",
+    )
+    report = MeshReport(
+        nats="", server="", namespace="", time=0.0, instances=[], streams=[], buckets=[]
+    )
+    report.failed_starts = [FailedStartReport(start=start, age_s=90.0)]
+    show_tables(report)
+    text = capsys.readouterr().out
+    assert "w-1, 1m ago, after 42 s, in weights of vllm: no [bold]memory\\x1b[2J" in text
 
 
 def test_starts_stand_with_their_phases(capsys: pytest.CaptureFixture[str]) -> None:

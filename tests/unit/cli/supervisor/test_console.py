@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvmesh.cli.supervisor.console import LogStream
+from kvmesh.cli.supervisor.console import LogStream, logged_error
 from kvmesh.cli.supervisor.plan import ProcessSpec
 
 WORKER = ProcessSpec("worker-0", "worker", (), {})
@@ -58,3 +58,22 @@ def test_as_json_every_line_is_an_object() -> None:
         ("up", "ready"),
         ("up", "two\nlines"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (
+            "12:00:00.000 E worker-0  vLLM failed to start: no memory",
+            "vLLM failed to start: no memory",
+        ),
+        ("12:00:00.000 W worker-0  slow", ""),
+        ("ERROR 11-30 12:00:00 [core.py:1] EngineCore failed to start.", ""),
+        ('{"time": 1.0, "level": "error", "service": "worker-0", "message": "gone"}', "gone"),
+        ('{"time": 1.0, "level": "info", "service": "worker-0", "message": "here"}', ""),
+        ('{"message"', ""),
+        ("{}", ""),
+    ],
+)
+def test_errors_are_told_from_other_lines(text: str, error: str) -> None:
+    assert logged_error(text) == error

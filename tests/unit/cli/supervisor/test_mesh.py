@@ -18,6 +18,7 @@ from kvmesh.cli.supervisor.restart_policy import RestartPolicy
 from kvmesh.cli.supervisor.table import render
 
 PATIENT, STUBBORN = 30.0, 0.2
+FAILING = "echo '12:00:00.000 E worker-0  no memory'; exit 1"
 
 
 def process(name: str, script: str = "exec sleep 600", role: str = "worker") -> ProcessSpec:
@@ -198,9 +199,26 @@ async def test_settings_refused_at_once_end_the_start_though_the_mesh_serves() -
 async def test_starts_that_fail_end_the_mesh_however_long_each_took() -> None:
     lines: list[str] = []
     log = LogStream(lines.append, 10, False, False)
-    mesh = SupervisedMesh([process("worker-0", "exit 1")], Endless(), log, PATIENT)
+    mesh = SupervisedMesh([process("worker-0", FAILING)], Endless(), log, PATIENT)
     for supervised in mesh.processes:  # each run counts as a stable one
         supervised.record.policy = RestartPolicy(stable_s=0.0)
-    with pytest.raises(UpError, match="worker-0 exited with status 1 before the mesh was ready"):
+    reason = (
+        "worker-0 exited with status 1 before the mesh was ready, in each of 3 starts: no memory"
+    )
+    with pytest.raises(UpError, match=reason):
         await mesh.run()
     assert sum("restarting" in line for line in lines) == 2
+
+
+async def test_starts_that_fail_again_and_again_are_told_with_the_reason(run: Run) -> None:
+    run.mesh.add(process("worker-1", FAILING))
+    run.mesh.add(process("dashboard-0", FAILING, role="dashboard"))  # it never joins
+    worker, dashboard = run.mesh.processes[1], run.mesh.processes[-1]
+    for each in (worker, dashboard):
+        each.record.policy = RestartPolicy(first_s=0.01, max_s=0.01)
+    end = "worker-1 exited with status 1; restarting"
+    told = f"{end}, though 4 starts in a row have failed: no memory"
+    await eventually(lambda: any(told in line for line in run.lines))
+    await eventually(lambda: dashboard.record.failed_starts >= 4)
+    assert not any("dashboard-0 exited" in line and "in a row" in line for line in run.lines)
+    assert not any("though 2 starts" in line for line in run.lines)

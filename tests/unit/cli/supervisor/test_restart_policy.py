@@ -49,3 +49,16 @@ def test_a_process_that_never_ran_stops_at_once() -> None:
     record.stopping()
     assert record.state is ProcessState.STOPPED
     assert record.restarts == 0
+
+
+def test_starts_that_fail_are_counted_however_long_each_took() -> None:
+    record = ProcessRecord(RestartPolicy(stable_s=10.0))
+    for count in (1, 2):
+        crash(record, 100.0 * count, 60.0)
+        assert (record.failed_starts, record.failures) == (count, 1)
+    record.started(300.0, 42)
+    record.joined = True
+    record.exited(301.0)
+    assert record.failed_starts == 0
+    crash(record, 400.0, 60.0)
+    assert record.failed_starts == 1

@@ -105,7 +105,7 @@ def make(request: pytest.FixtureRequest, standins: None) -> Make:
         worker = WorkerSettings(engine=engine, context=512, serves=serves)
         settings = Settings(
             worker=worker,
-            sglang=SglangSettings(args=list(args)),
+            sglang=SglangSettings(args=["load_format=dummy", *args]),
             trtllm=TrtllmSettings(args=list(args)),
         )
         return Run(kind, create_engine(EngineContext(settings, folder or model_dir())))

@@ -3,6 +3,7 @@
 import copy
 from array import array
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from kvmesh.worker.adapters.kv_events.cache_events import (
     BlocksStored,
 )
 from kvmesh.worker.adapters.kv_events.decoder import EventDecoder
+from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
 from kvmesh.worker.adapters.sglang_fields import AnswerReader
 from kvmesh.worker.engines.trtllm.events import EventReader
 
@@ -112,7 +114,7 @@ def test_differences_of_trtllm_move_blocks() -> None:
         "stored": [BlocksStored([17], None, tokens, 4, 0)],
         "moved": [BlocksMoved([17], 0, 1)],
         "reprioritised": [],
-        "removed": [BlocksRemoved([17], None)],
+        "removed": [BlocksRemoved([17], 1)],
     }
 
 
@@ -127,6 +129,27 @@ def test_events_of_trtllm_may_have_digests_salts_and_groups_of_layers() -> None:
     assert isinstance(stored, BlocksStored)
     assert (stored.hashes, stored.salt) == ([0xFF], 0xAB)
     assert reader.read(event | {"event_id": 1, "layer_group_id": 0}) == (0, [])
+
+
+def test_each_attention_rank_of_trtllm_removes_its_own_copy() -> None:
+    stored, removed, moved = (
+        recorded("tensorrt_llm").payloads[name] for name in ("stored", "removed", "moved")
+    )
+    reader, ledger = EventReader(4), CacheLedger(4, lambda event, held: 0)
+
+    def take(number: int, rank: int, event: dict[str, Any]) -> int:
+        """Take an event of a rank; the blocks that the worker has in all tiers then."""
+        of_rank = event | {"event_id": number, "attention_dp_rank": rank}
+        ledger.apply(reader.read(of_rank)[1])
+        return len(ledger.dump()) - 1
+
+    assert [take(0, rank, stored) for rank in (0, 1)] == [1, 1]
+    assert take(1, 0, stored) == 1  # told again, held once
+    assert take(1, 1, moved) == 2
+    assert (take(2, 0, removed), len(ledger)) == (1, 0), "the copy in the host's memory stays"
+    assert take(2, 1, removed) == 0
+    assert take(3, 1, removed) == 0
+    assert take(3, 0, stored) == 1
 
 
 @pytest.mark.parametrize("level", [-1, 9, "GPU"])

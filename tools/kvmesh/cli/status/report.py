@@ -9,11 +9,14 @@ from msgspec import Struct
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.jetstream import StreamInfo
+from kvmesh.bus.discovery.cards import DATED
 from kvmesh.bus.discovery.compatibility import misfits, namesakes
 from kvmesh.bus.discovery.directory import Directory, routable
+from kvmesh.bus.discovery.failed_starts import failed_starts
 from kvmesh.bus.discovery.worker_reports import follow_loads, follow_starts
 from kvmesh.bus.errors import NotFound, NotPermitted
 from kvmesh.bus.messages import (
+    FailedStart,
     IdleModel,
     Instance,
     Load,
@@ -24,6 +27,7 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.bus.storage.buckets import read_bucket
 from kvmesh.bus.streams.configuration import mesh_streams
+from kvmesh.bus.subjects import name_of
 from kvmesh.cli.models.aliases import AliasUse, used_aliases
 from kvmesh.cli.status.speeds import rank_speeds
 from kvmesh.planner.leadership import seniority
@@ -62,6 +66,13 @@ class StartingReport(Struct, kw_only=True):
     worker: Starting
     age_s: float
     phase_s: float
+
+
+class FailedStartReport(Struct, kw_only=True):
+    """The latest start of a worker, which failed `age_s` ago; it has not joined since."""
+
+    start: FailedStart
+    age_s: float
 
 
 class IdleModelReport(Struct, kw_only=True):
@@ -120,6 +131,7 @@ class MeshReport(Struct, kw_only=True):
     warnings: list[InstanceWarning] = []
     idle_models: list[IdleModelReport] = []
     starting: list[StartingReport] = []
+    failed_starts: list[FailedStartReport] = []
     aliases: list[AliasUse] = []
 
 
@@ -171,6 +183,7 @@ async def gather(bus: Bus, settings: Settings) -> MeshReport:
         warnings=_warnings(cards, incompatible),
         idle_models=await _idle(bus, _running(cards)),
         starting=_starting(starts, cards),
+        failed_starts=await _failed(bus, cards),
         aliases=await _aliases(bus),
     )
 
@@ -197,6 +210,20 @@ def _starting(starts: dict[str, Starting], cards: list[Instance]) -> list[Starti
         )
         for _, worker in sorted(starts.items())
         if worker.instance not in joined
+    ]
+
+
+async def _failed(bus: Bus, cards: list[Instance]) -> list[FailedStartReport]:
+    """The failed starts of workers that have not joined since."""
+    try:
+        found = await failed_starts(bus)
+    except NotPermitted:  # the user is of an older version
+        return []
+    joined, now = {card.name for card in cards if card.role in DATED}, time.time()
+    return [
+        FailedStartReport(start=each, age_s=max(0.0, now - each.failed))
+        for each in found
+        if name_of(each.instance) not in joined
     ]
 
 

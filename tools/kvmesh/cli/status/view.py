@@ -21,6 +21,7 @@ from kvmesh.bus.messages import (
 from kvmesh.cli.models.aliases import alias_table
 from kvmesh.cli.status.report import (
     BucketReport,
+    FailedStartReport,
     IdleModelReport,
     InstanceReport,
     MeshReport,
@@ -63,6 +64,10 @@ def show_tables(report: MeshReport, all_starts: bool = False) -> None:
             table.show(console)
         else:
             console.print(f"[dim]no {table.columns[0].heading}s[/dim]")
+    if report.failed_starts:
+        console.print("\n[red]Failed starts:[/red]")
+    for failed in report.failed_starts:
+        console.print(escape(_failed(failed)), soft_wrap=True)
     if report.warnings:
         console.print("\n[red]Warnings:[/red]")
     for warning in report.warnings:
@@ -154,6 +159,14 @@ def _starts(starting: list[StartingReport], members: list[InstanceReport]) -> Fi
         total = f"{row.total_s:.1f}"
         table.add_row(row.instance, *map(row.cell, phases), total, *origins)
     return table
+
+
+def _failed(failed: FailedStartReport) -> str:
+    start = failed.start
+    when = f"{duration(failed.age_s)} ago, after {start.failed - start.started:.0f} s"
+    end = "; it rejects its settings" if start.final else ""
+    where = f"in {start.phase} of {start.engine}"
+    return printable(f"{start.instance}, {when}, {where}{end}: {start.error}")
 
 
 def _idle_models(models: list[IdleModelReport]) -> FittedTable:

@@ -21,6 +21,7 @@ COLOURS = {
     "up": 1,
 }
 NATS_LINE = re.compile(r"^\[\d+\] \S+ (\d\d:\d\d:\d\d\.\d{3})\d* \[(\w)\w+\] ?(.*)$")
+ERROR_LINE = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} E \S+  (.+)$")
 OWN = ProcessSpec("up", "up", (), {})
 
 
@@ -45,6 +46,19 @@ def clean(spec: ProcessSpec, text: str) -> str | None:
     # the plain-text token is in a file that only its user can read
     routine = match[2] in "ID" or match[3].startswith("Plaintext passwords detected")
     return None if routine else f"{match[1]} {match[2]} {match[3]}"
+
+
+def logged_error(text: str) -> str:
+    """The message of a service's line that logs an error; empty for other lines."""
+    if match := ERROR_LINE.match(text):
+        return match[1]
+    if not text.startswith("{"):
+        return ""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return ""
+    return str(line.get("message", "")) if line.get("level") == "error" else ""
 
 
 class LogStream:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from kvmesh.cli.supervisor.console import LogStream
 from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.cli.supervisor.forks.server import ServiceForks
-from kvmesh.cli.supervisor.plan import START_ORDER, STOP_ORDER, ProcessSpec
+from kvmesh.cli.supervisor.plan import CARDLESS, START_ORDER, STOP_ORDER, ProcessSpec
 from kvmesh.cli.supervisor.process import SupervisedProcess
 
 EARLY_FAILURES = 3
@@ -222,7 +222,10 @@ class SupervisedMesh:
                 trial.set_result(f"{end} before it joined (see the log of kvmesh up)")
             self._log.note(end, "W")
         elif not self._ready and self._ends_start(process, status):
-            self._give_up(f"{end} before the mesh was ready (see the log above)")
+            tries = process.record.failed_starts
+            times = f", in each of {tries} starts" if tries > 1 else ""
+            reason = f": {process.error}" if process.error else " (see the log above)"
+            self._give_up(f"{end} before the mesh was ready{times}{reason}")
             process.retire()
         elif status == USAGE_ERROR:
             self._log.note(f"{end}; not restarted, since it rejects its settings", "W")
@@ -231,7 +234,7 @@ class SupervisedMesh:
             if self.on_retired is not None:
                 self.on_retired(process.spec.name)
         else:
-            self._log.note(f"{end}; restarting", "W")
+            self._log.note(f"{end}; restarting{_in_vain(process)}", "W")
 
     def _ends_start(self, process: SupervisedProcess, status: int) -> bool:
         """True if this end shows, before the mesh was ready, that it will not become so."""
@@ -265,6 +268,15 @@ class SupervisedMesh:
 
     def _with_role(self, role: str) -> list[SupervisedProcess]:
         return [process for process in self.processes if process.spec.role == role]
+
+
+def _in_vain(process: SupervisedProcess) -> str:
+    """The number of starts in a row that have failed, and why, once there are some."""
+    tries = process.record.failed_starts
+    if process.spec.role in CARDLESS or tries < EARLY_FAILURES:
+        return ""
+    reason = f": {process.error}" if process.error else ""
+    return f", though {tries} starts in a row have failed{reason}"
 
 
 def describe_exit(status: int) -> str:

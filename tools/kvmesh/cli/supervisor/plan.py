@@ -13,6 +13,7 @@ from kvmesh.planner.errors import PlannerConfigError
 from kvmesh.settings import CONFIG, Settings, to_env, variables
 from kvmesh.settings.schema import DashboardSettings, PlannerSettings
 
+CARDLESS = ("nats", "dashboard")  # they do not announce themselves on the bus
 START_ORDER = (
     "nats",
     "indexer",

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Protocol
 
+from kvmesh.cli.supervisor.console import logged_error
 from kvmesh.cli.supervisor.forks.server import ServiceForks
 from kvmesh.cli.supervisor.plan import ProcessSpec
 from kvmesh.cli.supervisor.restart_policy import ProcessRecord, ProcessState
@@ -35,6 +36,8 @@ class Child(Protocol):
 class SupervisedProcess:
     """Runs `spec` and restarts it until stopped, as a fork if `forks` can make it.
 
+    `error` is the last error that the present or latest run has logged.
+
     `on_line(spec, text)` receives each line of output, `on_exit(process, status)` each unexpected
     exit with the return code as in `subprocess` (negative: the signal that killed it).
     """
@@ -49,6 +52,7 @@ class SupervisedProcess:
         self.spec = spec
         self._forks = forks
         self.record = ProcessRecord()
+        self.error = ""
         self._on_line = on_line
         self._on_exit = on_exit
         self._stop = asyncio.Event()
@@ -76,7 +80,8 @@ class SupervisedProcess:
     async def _run_once(self) -> int:
         loop = asyncio.get_running_loop()
         reader, writer = os.pipe()
-        lines = _Lines(lambda line: self._on_line(self.spec, line))
+        self.error = ""
+        lines = _Lines(self._take_line)
         reading, _ = await loop.connect_read_pipe(lambda: lines, os.fdopen(reader, "rb", 0))
         try:
             child = await self._start(writer)
@@ -97,6 +102,10 @@ class SupervisedProcess:
                 await lines.ended.wait()
         reading.close()
         return status
+
+    def _take_line(self, line: str) -> None:
+        self.error = logged_error(line) or self.error
+        self._on_line(self.spec, line)
 
     async def _start(self, output: int) -> Child:
         if self._forks is not None and self.spec.modules:

@@ -31,7 +31,8 @@ class RestartPolicy:
 class ProcessRecord:
     """State of one process across its restarts; `now` is monotonic seconds.
 
-    A run shorter than `policy.stable_s` counts as a failure, whatever its exit status.
+    A run shorter than `policy.stable_s` counts as a failure, whatever its exit status. `joined`:
+    the present run has joined the mesh; `failed_starts` are those in a row that ended before.
     """
 
     policy: RestartPolicy = field(default_factory=RestartPolicy)
@@ -39,6 +40,8 @@ class ProcessRecord:
     pid: int | None = None
     starts: int = 0
     failures: int = 0
+    failed_starts: int = 0
+    joined: bool = False
     since: float = 0.0
 
     @property
@@ -50,6 +53,7 @@ class ProcessRecord:
         self.pid = pid
         self.starts += 1
         self.since = now
+        self.joined = False
         self.state = ProcessState.RUNNING
 
     def stopping(self) -> None:
@@ -59,6 +63,7 @@ class ProcessRecord:
     def exited(self, now: float) -> float | None:
         """Record the end of a run; return the seconds before the next start, None if final."""
         self.pid = None
+        self.failed_starts = 0 if self.joined else self.failed_starts + 1
         if self.state is ProcessState.STOPPING:
             self.state = ProcessState.STOPPED
             return None

@@ -11,8 +11,8 @@ from kvmesh.cli.local import token_file
 from kvmesh.cli.supervisor import ready
 from kvmesh.cli.supervisor.console import LogStream
 from kvmesh.cli.supervisor.errors import UpError
-from kvmesh.cli.supervisor.plan import ProcessSpec, frontend_ports
-from kvmesh.cli.supervisor.starts.watch import CARDLESS, StartWatch
+from kvmesh.cli.supervisor.plan import CARDLESS, ProcessSpec, frontend_ports
+from kvmesh.cli.supervisor.starts.watch import StartWatch
 from kvmesh.settings import Settings, redacted
 
 if TYPE_CHECKING:

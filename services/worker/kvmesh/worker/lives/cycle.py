@@ -7,6 +7,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from kvmesh.bus.discovery.failed_starts import forget_failed_start
 from kvmesh.bus.messages import CompiledOffer, StartPhase, StartSource
 from kvmesh.runtime.service import Service
 from kvmesh.settings import Settings
@@ -69,6 +70,7 @@ class WorkerLives:
         await self.node.start()
         await self._start_further()
         self._report.close()
+        await forget_failed_start(service.bus, service.name)
         started()
         while await self._serve():
             with StartReport(

@@ -32,12 +32,14 @@ class StartTimeline:
 
     Of several phases at one time the first counts, so that the slowest process or rank decides;
     an `outer` phase counts only while no other does. `created` is the beginning of the start.
-    `on_change` is called, in any thread, when the present phase may have changed.
+    `on_change` is called, in any thread, when the present phase may have changed. `last` is the
+    phase entered last, also once it has ended.
     """
 
     def __init__(self, created: float | None = None) -> None:
         self.created = monotonic() if created is None else created
         self.on_change: Callable[[], None] = lambda: None
+        self.last = str(StartPhase.PROCESS)
         self._reports: list[_Report] = []
         self._entered: dict[str, list[tuple[str, float]]] = {}
         self._lock = Lock()
@@ -54,6 +56,7 @@ class StartTimeline:
         source, began = f"thread {get_ident()}", monotonic()
         with self._lock:
             self._entered.setdefault(source, []).append((phase, began))
+            self.last = str(phase)
         self.on_change()
         try:
             yield
@@ -79,6 +82,7 @@ class StartTimeline:
         with self._lock:
             if phase in ORDER and (source in self._entered or len(self._entered) < MOST_REPORTS):
                 self._entered[source] = [(phase, began)]
+                self.last = str(phase)
         self.on_change()
 
     def leave(self, source: str) -> None:

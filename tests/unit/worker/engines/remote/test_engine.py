@@ -31,6 +31,7 @@ from kvmesh.worker.capabilities import (
     execute_command,
 )
 from kvmesh.worker.engine import (
+    EngineConfigError,
     EngineContext,
     EngineError,
     EngineInfo,
@@ -122,6 +123,31 @@ async def test_the_engine_info_comes_from_the_server(start: Start) -> None:
     assert (info.context, info.block_size, info.capacity.blocks) == (512, 16, 64)
     assert (info.adapters, info.version) == (["lora-a"], f"{sidecar.server.style} 9.9")
     assert not undeclared(sidecar.engine, info)
+
+
+@pytest.mark.parametrize(("ranks", "warns"), [((2,), False), ((2, 3), True)])
+async def test_a_server_of_a_deployment_publishes_behind_its_own_ranks(
+    tmp_path: Path, ranks: tuple[int, ...], warns: bool
+) -> None:
+    server = ApiServer(tmp_path, "vllm", private=True, ranks=ranks)
+    await server.start()
+    of_rank_0 = {name: f"ipc://{tmp_path}/tcp-{name}:1" for name in ("events", "replay")}
+    sidecar = Sidecar(server, kv_events=of_rank_0["events"], kv_replay=of_rank_0["replay"])
+    await sidecar.start()
+    await sidecar.run(work("a", prompt(64)))
+    await eventually(lambda: sidecar.engine.load("w")[0].cached_blocks >= 4)
+    assert sidecar.info is not None
+    assert ("other_ranks" in sidecar.info.warnings) is warns
+    await sidecar.engine.close()
+    await server.close()
+
+
+async def test_ranks_that_the_server_lacks_end_the_start(tmp_path: Path) -> None:
+    server = ApiServer(tmp_path, "vllm")
+    await server.start()
+    with pytest.raises(EngineConfigError, match="1 of the 2 data-parallel ranks"):
+        await Sidecar(server, dp_ranks=2).start()
+    await server.close()
 
 
 async def test_a_plugin_without_its_connector_is_a_warning(tmp_path: Path) -> None:

@@ -3,7 +3,14 @@
 import pytest
 
 from kvmesh.worker.capabilities import TierCounts
-from kvmesh.worker.engines.remote.gauges import Gauges, Sample, gauges_of, lower_tiers
+from kvmesh.worker.engines.remote.gauges import (
+    Gauges,
+    Sample,
+    gauges_of,
+    lower_tiers,
+    rank_gauges,
+    vllm_ranks,
+)
 
 
 def series(name: str, value: float, **labels: str) -> Sample:
@@ -29,6 +36,27 @@ def test_data_parallel_ranks_add_up(label: str) -> None:
     samples = [series(name, n, **{label: str(n)}, tp_rank=str(tp)) for n in (1, 2) for tp in (0, 1)]
     samples += [series(usage, n / 4, **{label: str(n)}) for n in (1, 2)]
     assert gauges_of(samples, "m") == Gauges(3, None, 0.375)
+
+
+@pytest.mark.parametrize(("named", "model"), [("m", "m"), ("m", "an-alias"), ("", "m")])
+def test_a_server_names_its_ranks(named: str, model: str) -> None:
+    name, labels = "vllm:num_requests_running", {"model_name": named} if named else {}
+    samples = [series(name, 0, engine=str(n), **labels) for n in (10, 9)]
+    assert vllm_ranks([*samples, series("vllm:num_requests_waiting", 0, engine="1")], model) == [
+        9,
+        10,
+    ]
+    assert vllm_ranks([series(name, 0), series(name, 0, engine="all")], model) == []
+
+
+@pytest.mark.parametrize("label", ["dp_rank", "engine"])
+def test_each_rank_has_gauges_of_its_own(label: str) -> None:
+    name = {"dp_rank": "sglang:num_queue_reqs", "engine": "vllm:num_requests_waiting"}[label]
+    running = {"dp_rank": "sglang:num_running_reqs", "engine": "vllm:num_requests_running"}[label]
+    samples = [series(name, 10 * n, **{label: str(n)}, model_name="m") for n in (2, 3)]
+    samples += [series(running, n, **{label: str(n)}, model_name="m") for n in (2, 3)]
+    found = rank_gauges([*samples, series(name, 50)], "m", [2, 3, 4])
+    assert found == [Gauges(2, 20), Gauges(3, 30), Gauges()]
 
 
 def test_only_the_own_model_counts() -> None:

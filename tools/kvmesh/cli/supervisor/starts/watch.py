@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvmesh.cli.supervisor.console import LogStream
 from kvmesh.cli.supervisor.errors import UpError
-from kvmesh.cli.supervisor.plan import ProcessSpec
+from kvmesh.cli.supervisor.plan import CARDLESS, ProcessSpec
 from kvmesh.cli.supervisor.restart_policy import ProcessState
 from kvmesh.cli.supervisor.starts.progress import StartProgress, describe_starts
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from kvmesh.cli.supervisor.mesh import SupervisedMesh
     from kvmesh.cli.supervisor.mesh_view import MeshView
 
-CARDLESS = ("nats", "dashboard")  # they do not announce themselves on the bus
 TELL_S = 10.0
 OPTION = "up.ready_timeout_s (--ready-timeout-s) sets it"
 
@@ -47,7 +46,7 @@ class StartWatch:
         """Follow the starts and leases of the mesh."""
         self._view = view
         view.on_starting = self._on_starting
-        view.on_joined = self._put_off
+        view.on_joined = self._on_joined
 
     async def close(self) -> None:
         if self._telling is not None:
@@ -72,6 +71,13 @@ class StartWatch:
         finally:
             self._deadline = None
         self._waits_for = ""
+
+    def _on_joined(self) -> None:
+        waiting = self._starting()
+        for process in self.mesh.processes if self.mesh is not None else ():
+            if process.spec.name not in waiting:
+                process.record.joined = True
+        self._put_off()
 
     def _put_off(self) -> None:
         """The start makes progress: the time without any begins anew."""

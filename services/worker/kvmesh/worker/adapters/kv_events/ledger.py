@@ -136,8 +136,11 @@ class CacheLedger:
             self._drop(UNKNOWN, given_up, 1)
 
     def _move(self, event: BlocksMoved) -> list[KvEvent]:
+        if len(self._waiting):
+            for name in event.hashes:
+                self._waiting.move(name, event.tier, event.to)
         moved = [name for name in event.hashes if self._blocks.copies(event.tier, name)]
-        return self._hold(event.to, moved, again=False) + self._remove(
+        return self._hold(event.to, moved, again=self._counted) + self._remove(
             BlocksRemoved(event.hashes, event.tier)
         )
 
@@ -176,7 +179,8 @@ class CacheLedger:
     def _store_chunks(self, event: BlocksStored) -> list[KvEvent]:
         """Blocks of another size: each is split if it holds whole blocks of the model."""
         size = TOKEN_BYTES * event.block_size
-        whole = size * len(event.hashes) <= len(event.tokens)
+        needed = size * len(event.hashes)
+        whole = needed <= len(event.tokens) <= needed + TOKEN_BYTES  # as below
         count = event.block_size // self.block_size
         if not (whole and count):
             self.odd_size = event.block_size

@@ -3,6 +3,8 @@
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
+from msgspec.structs import replace
+
 from kvmesh.worker.adapters.kv_events.cache_events import BlocksStored
 
 _Key = tuple[int, int]  # engine hash, tier
@@ -46,6 +48,14 @@ class WaitingBlocks:
     def remove(self, engine_hash: int, tier: int) -> bool:
         """The engine has dropped a block; False if it does not wait."""
         return bool(self._needs) and self._pop((engine_hash, tier))
+
+    def move(self, engine_hash: int, tier: int, to: int) -> None:
+        """A block that may wait is in another tier now."""
+        needed = self._needs.get((engine_hash, tier))
+        if needed is not None:
+            event = self._events[needed][engine_hash, tier]
+            self._pop((engine_hash, tier))
+            self.add(replace(event, tier=to), needed)
 
     def clear(self, tier: int | None) -> Counter[int]:
         """Remove all blocks of a tier (None: of all) and return their number by tier."""

@@ -8,7 +8,7 @@ count is that of the blocks known from events when the request was sent.
 import asyncio
 import logging
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -67,6 +67,7 @@ log = logging.getLogger(__name__)
 MISSED_PROBES = 3
 CONNECT_S = 5.0  # longest wait for a connection
 LINE_BYTES = 1 << 20
+OTHER_RANKS = "other_ranks"  # a kind of warning
 NO_CONNECTOR = "the server's metrics have no series of KvmeshConnector"
 NO_CACHED_TOKENS = "the server does not report cached tokens (--enable-prompt-tokens-details)"
 
@@ -100,6 +101,7 @@ class RemoteEngine(PrefetchingAdapter):
         self._info = ServerInfo(model="", owner="")
         self._ledgers: list[CacheLedger] = []
         self._gauges = Gauges()
+        self._of_ranks = [Gauges()] * remote.dp_ranks
         self._clock = StepClock()
         self._retention: ServerRetention | None = None
         self._reports_cached = False
@@ -122,6 +124,7 @@ class RemoteEngine(PrefetchingAdapter):
         self._server = InferenceServer(self._http, self._url)
         try:
             self._info = await self._server.describe(self._remote.model)
+            self._check_ranks()
             if not self._is_sglang:
                 self._reports_cached = await self._server.try_completion(self._info.model)
                 retention = ServerRetention(self._http, self._url)
@@ -129,7 +132,7 @@ class RemoteEngine(PrefetchingAdapter):
                 if retention.problem:
                     self._warnings[NO_RETENTION] = retention.problem
             if self._remote.kvbm:
-                self._tier_counts = (await self._server.gauges(self._info.model)).tiers
+                self._tier_counts = (await self._server.gauges(self._info.model))[0].tiers
                 if self._tier_counts is None:
                     log.warning("%s: no lower tiers, %s", self._redacted_url, NO_CONNECTOR)
             return self._open_streams(sink, self._server)
@@ -164,10 +167,29 @@ class RemoteEngine(PrefetchingAdapter):
         self._tasks.start(self._watch(server), "server watch")
         return self._describe(block_size)
 
+    def _check_ranks(self) -> None:
+        """Compare the configured ranks with the server's; raises EngineConfigError."""
+        has, wanted = len(self._info.ranks), self._remote.dp_ranks
+        if 0 < has < wanted:
+            raise EngineConfigError(
+                f"{self._redacted_url} has {has} of the {wanted} data-parallel ranks that"
+                " remote.dp_ranks states"
+            )
+        if has > wanted:
+            self._warnings[OTHER_RANKS] = (
+                f"the server has {has} data-parallel ranks, remote.dp_ranks is {wanted}: the index"
+                " does not know the blocks of the others"
+            )
+
+    @property
+    def _ranks(self) -> Sequence[int]:
+        """The ranks that this worker serves, among those of all servers of a deployment."""
+        return (self._info.ranks or range(self._remote.dp_ranks))[: self._remote.dp_ranks]
+
     def _feed(self, rank: int, ledger: CacheLedger, sink: Sink) -> EventFeed:
-        remote = self._remote
-        replay = rank_endpoint(remote.kv_replay, rank) if remote.kv_replay else None
-        return EventFeed(rank, ledger, sink, rank_endpoint(remote.kv_events, rank), replay)
+        remote, published = self._remote, self._ranks[rank]
+        replay = rank_endpoint(remote.kv_replay, published) if remote.kv_replay else None
+        return EventFeed(rank, ledger, sink, rank_endpoint(remote.kv_events, published), replay)
 
     def submit(self, work: Work) -> None:
         if self._streams is None or self._http is None:
@@ -247,9 +269,8 @@ class RemoteEngine(PrefetchingAdapter):
     def load(self, instance: str) -> list[Load]:
         if self._streams is None:
             return []
-        gauges = self._gauges if self._remote.dp_ranks == 1 else Gauges()
+        of_ranks = [self._gauges] if self._remote.dp_ranks == 1 else self._of_ranks
         blocks = self._blocks
-        active = None if gauges.usage is None else round(gauges.usage * blocks)
         return [
             self._streams.load(
                 instance,
@@ -257,11 +278,11 @@ class RemoteEngine(PrefetchingAdapter):
                 blocks,
                 len(ledger),
                 gauges.waiting,
-                active,
+                None if gauges.usage is None else round(gauges.usage * blocks),
                 step_s=self._counters.step_s,
                 busy_s=self._counters.busy_s,
             )
-            for rank, ledger in enumerate(self._ledgers)
+            for rank, (ledger, gauges) in enumerate(zip(self._ledgers, of_ranks, strict=True))
         ]
 
     def tier_counts(self) -> TierCounts | None:
@@ -377,7 +398,8 @@ class RemoteEngine(PrefetchingAdapter):
 
     async def _poll(self, server: InferenceServer) -> None:
         self._own.restart_most()
-        gauges = self._gauges = await server.gauges(self._info.model)
+        gauges, self._of_ranks = await server.gauges(self._info.model, self._ranks)
+        self._gauges = gauges
         now = asyncio.get_running_loop().time()
         self._served_tokens = gauges.served or self._served_tokens
         if self._tier_counts is not None:

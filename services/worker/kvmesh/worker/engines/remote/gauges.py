@@ -57,6 +57,22 @@ def gauges_of(samples: Iterable[Sample], model: str) -> Gauges:
     )
 
 
+def rank_gauges(samples: Iterable[Sample], model: str, ranks: Iterable[int]) -> list[Gauges]:
+    """The gauges of each of these data-parallel ranks, all None where no series names it."""
+    of_rank: dict[str, list[Sample]] = {}
+    for sample in samples:
+        if rank := next((sample[1][name] for name in _RANKS if name in sample[1]), None):
+            of_rank.setdefault(rank, []).append(sample)
+    return [gauges_of(of_rank.get(str(rank), []), model) for rank in ranks]
+
+
+def vllm_ranks(samples: Iterable[Sample], model: str) -> list[int]:
+    """The data-parallel ranks that a vLLM server runs of `model`; empty if it does not tell."""
+    found = _of_model([sample for sample in samples if sample[0] == _VLLM["running"]], model)
+    engines = {labels.get("engine", "") for _, labels, _ in found}
+    return sorted(int(engine) for engine in engines if engine.isdecimal())
+
+
 def lower_tiers(
     kvbm: TierCounts | None, served: list[int] | None, block_size: int
 ) -> TierCounts | None:
@@ -73,8 +89,13 @@ def lower_tiers(
     return replace(kvbm, loaded=[sum(blocks) for blocks in both])
 
 
+def _of_model(samples: list[Sample], model: str) -> list[Sample]:
+    """Those of a model; all where none has its name, as under an alias."""
+    return [s for s in samples if s[1].get("model_name", model) == model] or samples
+
+
 def _served(samples: list[Sample], model: str) -> list[int] | None:
-    of_model = [s for s in samples if s[1].get("model_name", model) == model] or samples
+    of_model = _of_model(samples, model)
     if not of_model:
         return None
     by_source: dict[str, float] = {}
@@ -89,7 +110,7 @@ def _ranks(samples: list[Sample], model: str) -> list[float]:
 
     SGLang splits a total by priority and repeats it without one; a server may serve other models.
     """
-    of_model = [s for s in samples if s[1].get("model_name", model) == model] or samples
+    of_model = _of_model(samples, model)
     totals = [s for s in of_model if not s[1].get("priority")]
     ranks: dict[str | None, float] = {}
     for _, labels, value in totals:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -23,14 +23,18 @@ from kvmesh.worker.adapters.connector_series import (
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import EngineConfigError, EngineError, Unsupported
 from kvmesh.worker.engines.remote.completions import cached_tokens
-from kvmesh.worker.engines.remote.gauges import Gauges, gauges_of
+from kvmesh.worker.engines.remote.gauges import Gauges, gauges_of, rank_gauges, vllm_ranks
 from kvmesh.worker.lora.folder import AdapterError
 
 PROBE_TIMEOUT_S = 5.0
 
 
 class ServerInfo(Struct, frozen=True, kw_only=True):
-    """Model and sizes of a server; 0 or empty if the server does not report them."""
+    """Model and sizes of a server; 0 or empty if the server does not report them.
+
+    `ranks` are its data-parallel ranks among those of all servers of a vLLM deployment, which
+    begin at another number than 0 behind a load balancer of the user's own.
+    """
 
     model: str
     owner: str
@@ -40,6 +44,7 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     blocks: int = 0
     max_sequences: int = 0
     adapters: list[str] = []
+    ranks: list[int] = []
 
 
 class InferenceServer:
@@ -105,10 +110,11 @@ class InferenceServer:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    async def gauges(self, model: str) -> Gauges:
-        """Load of the server from /metrics; all None without metrics."""
+    async def gauges(self, model: str, ranks: Sequence[int] = ()) -> tuple[Gauges, list[Gauges]]:
+        """Load of the server by its metrics, and of each of these ranks; all None without any."""
         samples = await self._metrics()
-        return gauges_of(samples, model)._replace(tiers=_tier_counts(samples))
+        total = gauges_of(samples, model)._replace(tiers=_tier_counts(samples))
+        return total, rank_gauges(samples, model, ranks)
 
     async def post(
         self, path: str, params: dict[str, str], timeout_s: float
@@ -174,12 +180,14 @@ class InferenceServer:
                 blocks=(info_page.get("max_total_num_tokens") or 0) // (page or 1),
                 max_sequences=info_page.get("max_running_requests") or 0,
             )
-        config = [labels for name, labels, _ in await self._metrics() if name.endswith("_info")]
+        samples = await self._metrics()
+        config = [labels for name, labels, _ in samples if name.endswith("_info")]
         sizes = next((labels for labels in config if "num_gpu_blocks" in labels), {})
         return replace(
             info,
             block_size=_whole(sizes.get("block_size")),
             blocks=_whole(sizes.get("num_gpu_blocks")),
+            ranks=vllm_ranks(samples, info.model),
         )
 
     async def _version(self) -> str:

@@ -38,7 +38,7 @@ from kvmesh.worker.engine import (
     Unsupported,
 )
 from kvmesh.worker.engines.sglang.arguments import server_arguments
-from kvmesh.worker.model_folder import model_context
+from kvmesh.worker.model_folder import check_weights, model_context
 from kvmesh.worker.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ def create(context: EngineContext) -> "SglangEngine":
     settings, folder = context.settings, context.folder
     worker, transfer = settings.worker, settings.transfer
     arguments = server_arguments(settings, folder)
+    if context.weights is None:
+        check_weights(arguments["model_path"], arguments.get("load_format", "auto"))
     served = worker.served_name or folder.name
     max_context = arguments.get("context_length") or model_context(folder)
     address = transfer.advertise or transfer.host

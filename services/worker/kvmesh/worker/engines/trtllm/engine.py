@@ -115,7 +115,7 @@ class TrtllmEngine(StreamingAdapter):
         self._defaults = retention.defaults
         self._salts = PromptSalts(served, self._block_size)
         self._reader = EventReader(self._block_size)
-        self._ledger = CacheLedger(self._block_size, self._salts.root_salt, counted=False)
+        self._ledger = CacheLedger(self._block_size, self._salts.root_salt)
         self._malformed, self._last_error = 0, ""
         self._logged = LogOnce()
         self._clock = StepClock()

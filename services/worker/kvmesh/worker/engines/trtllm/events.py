@@ -5,6 +5,10 @@ of type created, stored, removed or updated. Block hashes are integers or hexade
 versions return the cache salt with a block. An update has the differences of a block's cache level
 and priority as `{"old_value", "new_value"}`, None for the one that stayed. Levels are tiers: 0 the
 GPU's memory, 1 the host's, 2 disk.
+
+Under attention data parallelism each rank has a cache of its own and reports it, all in one queue,
+and TensorRT-LLM chooses the rank of a request. So the worker's one rank holds what any of them
+does, once for each: a removal takes the copy of its rank alone.
 """
 
 from array import array
@@ -31,7 +35,8 @@ class EventReader:
     """Reads the events of all ranks in order; `missed` counts missing event ids.
 
     Only events of the widest attention window count, as it retains all blocks, and of the first
-    group of layers that reports one. `limits` has WINDOWS if events of others were met.
+    group of layers that reports one. `limits` has WINDOWS if events of others were met. Each copy
+    of a block is stored and removed once, in the tier that its rank has last reported.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -39,6 +44,7 @@ class EventReader:
         self._window = 0
         self._groups: set[int | None] = set()
         self._next: dict[int, int] = {}
+        self._held: dict[int, dict[int, int]] = {}  # tiers by rank and block
         self.missed = 0
         self.limits: set[str] = set()
 
@@ -51,8 +57,9 @@ class EventReader:
             events: list[CacheEvent] = []
             if self._has_wider_window(event):
                 events.append(AllCleared())
+                self._held.clear()
             if self._counts(event, data["type"] == "stored"):
-                events += self._events(data)
+                events += self._events(data, self._held.setdefault(rank, {}))
             return rank, events
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"malformed KV event: {error!r}") from error
@@ -83,18 +90,24 @@ class EventReader:
         self.missed += max(0, number - expected)
         self._next[rank] = number + 1
 
-    def _events(self, data: Mapping[str, Any]) -> Iterator[CacheEvent]:
+    def _events(self, data: Mapping[str, Any], held: dict[int, int]) -> Iterator[CacheEvent]:
+        """The changes of one rank, which holds blocks in tiers as `held` says."""
         kind = data["type"]
         if kind == "stored":
-            yield from self._stored(data)
+            for stored in self._stored(data):
+                yield from _changes(stored, held)
         elif kind == "removed":
-            yield BlocksRemoved([_hash(value) for value in data["block_hashes"]], None)
+            for removed in map(_hash, data["block_hashes"]):
+                if (tier := held.pop(removed, None)) is not None:
+                    yield BlocksRemoved([removed], tier)
         elif kind == "updated" and data.get("cache_level") is not None:
-            level = data["cache_level"]
-            hashes = [_hash(data["block_hash"])]
-            yield BlocksMoved(hashes, _tier(level["old_value"]), _tier(level["new_value"]))
+            level, moved = data["cache_level"], _hash(data["block_hash"])
+            old, new = _tier(level["old_value"]), _tier(level["new_value"])
+            if held.get(moved) == old:
+                held[moved] = new
+                yield BlocksMoved([moved], old, new)
 
-    def _stored(self, data: Mapping[str, Any]) -> Iterator[CacheEvent]:
+    def _stored(self, data: Mapping[str, Any]) -> Iterator[BlocksStored]:
         """One event per block, as cache levels may differ; skips a partial last block."""
         parent = data.get("parent_hash")
         parent = None if parent is None else _hash(parent)
@@ -110,6 +123,17 @@ class EventReader:
                 extras=_extras(block),
             )
             parent = engine_hash
+
+
+def _changes(stored: BlocksStored, held: dict[int, int]) -> Iterator[CacheEvent]:
+    """The changes by which a rank comes to hold a block in a tier, none if it does already."""
+    [block] = stored.hashes
+    before = held.get(block)
+    held[block] = stored.tier
+    if before is None:
+        yield stored
+    elif before != stored.tier:
+        yield BlocksMoved([block], before, stored.tier)
 
 
 def _extras(block: Mapping[str, Any]) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from kvmesh.worker.engines.vllm.tracing import tracing_arguments
 from kvmesh.worker.engines.vllm.transfer_config import combined_config, connectors_of
 from kvmesh.worker.engines.vllm.weights.options import LOAD_FORMAT, loader_config
 from kvmesh.worker.lora.folder import AdapterError, configured_adapters
+from kvmesh.worker.model_folder import check_weights
 
 log = logging.getLogger(__name__)
 PLUGIN = "kvmesh"
@@ -124,10 +125,11 @@ def _configured_connectors(arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _use_weights(arguments: dict[str, Any], context: EngineContext) -> None:
-    """Let vLLM load the weights that the worker's weights process finds."""
-    if context.weights is None:
-        return
+    """Let vLLM load the weights that the worker's weights process finds, if there is one."""
     chosen = arguments.get("load_format", "auto")
+    if context.weights is None:
+        check_weights(arguments["model"], chosen)
+        return
     plugins = os.environ.get("VLLM_PLUGINS")
     if chosen not in ("auto", LOAD_FORMAT):
         log.warning("the weights come from no other worker: load_format is %s", chosen)

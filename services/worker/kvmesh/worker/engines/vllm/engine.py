@@ -58,7 +58,12 @@ from kvmesh.worker.engines.vllm.kvbm.refused_subjects import OnRefused, refusals
 from kvmesh.worker.engines.vllm.parking.configuration import park_ranks
 from kvmesh.worker.engines.vllm.parking.gate import ParkingGate
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard, spawned
-from kvmesh.worker.engines.vllm.scheduler_stats import RankStats, StatsCollector, tier_counts
+from kvmesh.worker.engines.vllm.scheduler_stats import (
+    RankStats,
+    StatsCollector,
+    managed_ranks,
+    tier_counts,
+)
 from kvmesh.worker.engines.vllm.sleep_mode import SleepMode, died
 from kvmesh.worker.engines.vllm.start_phases.listener import imports_follow, start_phases_told
 from kvmesh.worker.engines.vllm.stopped_processes import any_stopped
@@ -219,11 +224,11 @@ class VllmEngine(PrefetchingAdapter):
         self._constraints = Constraints(config, self._folder.path, self._compile_timeout_s)
         # importing vLLM takes seconds, which only requests with constraints wait for
         self._tasks.start(_open(self._constraints), "trial process")
-        cache, ranks = config.cache_config, config.parallel_config.data_parallel_size
+        cache, ranks = config.cache_config, managed_ranks(self._llm)
         self._blocks, self._block_size = cache.num_gpu_blocks, cache.block_size
         self._salts = PromptSalts(self._served, cache.block_size)
-        self._stats = [self._collector.rank(rank) for rank in range(ranks)]
-        self._ledgers = [CacheLedger(cache.block_size, self._salts.root_salt) for _ in range(ranks)]
+        self._stats = [self._collector.rank(rank) for rank in ranks]
+        self._ledgers = [CacheLedger(cache.block_size, self._salts.root_salt) for _ in ranks]
 
     def _serve(self, sink: Sink) -> EngineInfo:
         """Pass requests to vLLM and its events to `sink`; the cache is empty."""
@@ -363,7 +368,9 @@ class VllmEngine(PrefetchingAdapter):
             feed.sink = sink
         if self._feeds:
             return
-        for rank, source in self._llm.get_kv_event_sources().items():
+        sources = self._llm.get_kv_event_sources()
+        for rank, managed in enumerate(managed_ranks(self._llm)):
+            source = sources.get(managed)
             if source is None or not source.enable_kv_cache_events:
                 continue
             feed = EventFeed(

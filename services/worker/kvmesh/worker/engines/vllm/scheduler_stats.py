@@ -1,4 +1,4 @@
-"""Latest statistics of vLLM's scheduler, for the worker's load reports."""
+"""Latest statistics of vLLM's schedulers, one per data-parallel rank, for load reports."""
 
 import time
 from collections.abc import Sequence
@@ -131,6 +131,17 @@ def tier_counts(ranks: Sequence[RankStats], block_size: int) -> TierCounts:
         skipped=sum(c.skipped for c in counts),
         corrupt=sum(c.corrupt for c in counts),
     )
+
+
+def managed_ranks(llm: Any) -> list[int]:
+    """The ranks of an `AsyncLLM` or of a server's client, among those of the whole deployment.
+
+    vLLM numbers the ranks of a request, and of a command's replies, from 0 in this order. With a
+    load balancer of the user's own, each server has some of them (`data_parallel_rank`,
+    `data_parallel_start_rank`), and names them so in events and metrics.
+    """
+    managed = getattr(llm.engine_core, "engine_ranks_managed", None)
+    return list(managed or range(llm.vllm_config.parallel_config.data_parallel_size))
 
 
 class StatsCollector:

@@ -26,6 +26,7 @@ from kvmesh.worker.engines.vllm.retention.settings import (
     QueryOutcomes,
     QueryState,
 )
+from kvmesh.worker.engines.vllm.scheduler_stats import managed_ranks
 from kvmesh.worker.engines.vllm.transfer_config import (
     connectors_of,
     tells_tiers,
@@ -93,7 +94,7 @@ class RetentionEndpoints:
             return
         self._client = engine_client
         config = engine_client.vllm_config
-        self._ranks = config.parallel_config.data_parallel_size
+        self._ranks = len(managed_ranks(engine_client))
         transfer = transfer_config_of(config)
         self._tells_tiers = tells_tiers(transfer)
         given = connectors_of(transfer)
