@@ -11,7 +11,7 @@ import pytest
 from support.shared_prompts import seed_trace
 
 from kvmesh.workload.analysis.analysis import analyze
-from kvmesh.workload.analysis.comparison import ComparedFigure, compare
+from kvmesh.workload.analysis.comparison import WorkloadFigure, compare
 from kvmesh.workload.formats.registry import load, save
 from kvmesh.workload.generate.agents import AgentGenerator
 from kvmesh.workload.generate.profile import load_profile
@@ -61,7 +61,7 @@ def tracelab_sessions() -> str:
     return "\n".join(lines) + "\n"
 
 
-def like(figures: list[ComparedFigure]) -> dict[str, float]:
+def like(figures: list[WorkloadFigure]) -> dict[str, float]:
     """Differences by name, of what a synthetic trace is to keep."""
     return {
         each.name: round(each.difference, 3)

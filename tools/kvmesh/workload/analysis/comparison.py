@@ -25,7 +25,7 @@ POINTS = ("mean", "p50", "p90")
 NONE = Spread(*[0.0] * 6)
 
 
-class ComparedFigure(Struct, frozen=True):
+class WorkloadFigure(Struct, frozen=True):
     """One figure of two workloads: tokens, seconds, or a share from 0 to 1."""
 
     name: str
@@ -43,7 +43,7 @@ class ComparedFigure(Struct, frozen=True):
 
 def compare(
     first: Workload, second: Workload, block_size: int | None = None
-) -> list[ComparedFigure]:
+) -> list[WorkloadFigure]:
     """The figures of two workloads; hits are in blocks of `block_size` (the coarser one's)."""
     size = block_size or max(first.block_size, second.block_size)
     one, other = analyze(first, size), analyze(second, size)
@@ -51,8 +51,8 @@ def compare(
     blocks = max(map(touched_block_size, (first, second)))
     held = [held_shares(workload, caches, blocks) for workload in (first, second)]
     figures = [
-        ComparedFigure("requests", one.requests, other.requests),
-        ComparedFigure("sessions", one.sessions, other.sessions),
+        WorkloadFigure("requests", one.requests, other.requests),
+        WorkloadFigure("sessions", one.sessions, other.sessions),
         *_shares("ideal share", one.ideal_hit_share, other.ideal_hit_share),
     ]
     for part, capacity, before, after in zip(CACHES, caches, *held, strict=True):
@@ -66,17 +66,17 @@ def compare(
     return figures
 
 
-def _shares(name: str, first: float, second: float) -> Iterator[ComparedFigure]:
+def _shares(name: str, first: float, second: float) -> Iterator[WorkloadFigure]:
     """The figure, unless it is 0 in both."""
     if first or second:
-        yield ComparedFigure(name, first, second, share=True)
+        yield WorkloadFigure(name, first, second, share=True)
 
 
-def _points(name: str, first: Spread, second: Spread) -> Iterator[ComparedFigure]:
+def _points(name: str, first: Spread, second: Spread) -> Iterator[WorkloadFigure]:
     for point in POINTS:
         before, after = getattr(first, point), getattr(second, point)
         if before or after:
-            yield ComparedFigure(f"{name}, {point}", before, after)
+            yield WorkloadFigure(f"{name}, {point}", before, after)
 
 
 def _spreads(analysis: Analysis, workload: Workload) -> dict[str, Spread]:
@@ -135,7 +135,7 @@ def _child_share(analysis: Analysis) -> float:
 
 
 def show_comparison(
-    figures: list[ComparedFigure], names: tuple[str, str], console: Console
+    figures: list[WorkloadFigure], names: tuple[str, str], console: Console
 ) -> None:
     """Print the figures and their relative differences."""
     numbers = (*names, "difference")
@@ -147,7 +147,7 @@ def show_comparison(
     table.show(console)
 
 
-def _figure(figure: ComparedFigure, value: float) -> str:
+def _figure(figure: WorkloadFigure, value: float) -> str:
     if figure.share:
         return f"{value:.1%}"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -16,7 +16,7 @@ from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.generate.families import branch_uses, families_of, shared_ends
 from kvmesh.workload.generate.segments import CORE, OUTPUT, SegmentedTree, SegmentGroups
 from kvmesh.workload.generate.selection import FamilySelection
-from kvmesh.workload.generate.timing import Arrivals, Pauses
+from kvmesh.workload.generate.timing import FamilyArrivals, Pauses
 from kvmesh.workload.model import LIMIT, Round, Session, SomeTokens, Workload
 from kvmesh.workload.reading.window import TOKEN_S
 from kvmesh.workload.tree import ROOT, Tree
@@ -75,7 +75,7 @@ class Synthesizer:
         self._uses = uses
         self._selection: FamilySelection | None = None
         self._pauses = Pauses(workload, self._families)
-        self._arrivals = Arrivals(workload, self._families, options.speedup_ratio)
+        self._arrivals = FamilyArrivals(workload, self._families, options.speedup_ratio)
         self._tree = Tree()
         self._sessions: list[Session] = []
         self._rounds: list[Round] = []

@@ -47,7 +47,7 @@ class Pauses:
         return givers
 
 
-class Arrivals:
+class FamilyArrivals:
     """The times at which families start, `speedup` times faster than recorded."""
 
     def __init__(self, workload: Workload, families: list[list[int]], speedup: float) -> None:
