@@ -116,3 +116,20 @@ def test_an_action_is_required(capsys: pytest.CaptureFixture[str]) -> None:
         run(["workload"])
     assert ended.value.code == 2
     assert "ACTION" in capsys.readouterr().err
+
+
+def test_analyze_shows_two_workloads_side_by_side(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, figures = tmp_path / "more.json", tmp_path / "figures.json"
+    options = ["-o", str(other), "--num-requests", "60"]
+    assert run(["workload", "synthesize", str(trace), *options]) == 0
+    against = ["--against", str(other), "--json", str(figures)]
+    assert run(["workload", "analyze", str(trace), *against]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert ["requests", "30", "60", "+100.0%"] in [line.split() for line in lines]
+    written = {each["name"]: each for each in json.loads(figures.read_text())}
+    share = written["ideal share"]
+    assert share["second"] == pytest.approx(share["first"], rel=0.05)
+    missing = ["--against", str(tmp_path / "missing.json")]
+    assert run(["workload", "analyze", str(trace), *missing]) == 2

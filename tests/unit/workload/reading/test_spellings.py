@@ -2,12 +2,13 @@
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvmesh.workload.errors import TraceError
+from kvmesh.workload.errors import TraceError, WorkloadError
 from kvmesh.workload.formats.detection import FormatError
 from kvmesh.workload.formats.registry import load
 from kvmesh.workload.model import Workload
@@ -187,3 +188,63 @@ def test_conversations_without_messages_are_left_out(tmp_path: Path) -> None:
     workload, repairs = load(str(file))
     assert len(workload) == 1
     assert "left out 1 conversation without a message" in repairs.notes
+
+
+TRACES = Path(__file__).parents[3] / "data" / "traces"
+DOCUMENTS = sorted(
+    path.relative_to(TRACES).as_posix()
+    for path in TRACES.rglob("*")
+    if path.suffix in (".json", ".jsonl")
+    and not path.name.startswith("swe_")  # the text of its tool calls is JSON
+)
+
+
+def respelled(value: Any, spelled: Callable[[int], Any]) -> Any:
+    """A JSON value whose integers are spelled otherwise at any depth, with nulls beside them."""
+    if isinstance(value, dict):
+        return {**{k: respelled(v, spelled) for k, v in value.items()}, "absent": None}
+    if isinstance(value, list):
+        return [respelled(each, spelled) for each in value]
+    exact = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53
+    return spelled(value) if exact else value
+
+
+@pytest.mark.parametrize("spelled", [float, str])
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_integers_of_every_format_may_be_floats_or_texts(
+    name: str, spelled: Callable[[int], Any], tmp_path: Path
+) -> None:
+    text = (TRACES / name).read_text()
+    lines = text.splitlines() if name.endswith(".jsonl") else [text]
+    changed = tmp_path / name.replace("/", "-")
+    changed.write_text(
+        "".join(json.dumps(respelled(json.loads(line), spelled)) + "\n" for line in lines)
+    )
+    assert load(str(changed))[0].rounds == load(str(TRACES / name))[0].rounds
+
+
+def test_an_empty_cell_is_an_absent_field(tmp_path: Path) -> None:
+    file = tmp_path / "rounds.csv"
+    header = "session_id,round_idx,prefix_len,input_len,output_len,tool_wait_after_ms,arrival_time"
+    file.write_text(f"{header}\na,0,0,100,10,,\na,1,110,50,10,,\n")
+    first, second = load(str(file))[0].rounds
+    assert (first.at_s, second.at_s, second.input_tokens) == (0.0, 0.0, 160)
+    file.write_text(f"{header}\na,0,0,,10,5,0\n")
+    with pytest.raises(TraceError, match="input_len"):
+        load(str(file))
+
+
+@pytest.mark.parametrize("start", ["[", '{"requests":[', '{"a":'])
+def test_deep_json_is_refused(start: str, tmp_path: Path) -> None:
+    file = tmp_path / "deep.json"
+    file.write_text(start * 20_000)
+    with pytest.raises(WorkloadError):
+        load(str(file))
+
+
+def test_no_block_size_is_proposed_without_evidence(tmp_path: Path) -> None:
+    file = tmp_path / "few.jsonl"
+    row = {"timestamp": 0, "input_length": 5000, "output_length": 5, "hash_ids": [1]}
+    file.write_text(json.dumps(row) + "\n")
+    with pytest.raises(TraceError, match="--trace-block-size states the tokens per id"):
+        load(str(file))

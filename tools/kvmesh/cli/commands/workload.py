@@ -11,14 +11,15 @@ import msgspec
 from kvmesh.bus.client import Bus
 from kvmesh.cli.arguments import moment, positive, result_file
 from kvmesh.cli.flags import FlagParser, add_flags
-from kvmesh.cli.traces.options import SOURCES, add_trace_options, load_trace
+from kvmesh.cli.traces.options import SOURCES, add_trace_options, load_trace, title_of
 from kvmesh.runtime.quantities import counted
 from kvmesh.settings import Settings
 from kvmesh.terminal.console import stdout_console
 from kvmesh.workload.analysis.analysis import analyze
+from kvmesh.workload.analysis.comparison import compare, show_comparison
 from kvmesh.workload.analysis.tables import show
 from kvmesh.workload.errors import WorkloadError
-from kvmesh.workload.formats.registry import SUFFIXES, save
+from kvmesh.workload.formats.registry import SUFFIXES, load, save
 from kvmesh.workload.model import Workload
 from kvmesh.workload.writing.targets import Target
 
@@ -131,16 +132,37 @@ def _analyze_options(parser: argparse.ArgumentParser) -> None:
     _source(parser)
     _block_size(parser, "block size of the hits in tokens (the trace's own)")
     parser.add_argument(
+        "--against", metavar="SOURCE", help="show the figures beside those of another workload"
+    )
+    parser.add_argument(
         "--json", type=result_file, metavar="FILE", help="write the figures as JSON"
     )
 
 
 def _analyze(arguments: argparse.Namespace, _: Settings) -> int:
+    if arguments.against is not None:
+        return _compare(arguments)
     analysis = analyze(_load(arguments), arguments.block_size)
     show(analysis, stdout_console())
-    if arguments.json is not None:
-        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(analysis)) + b"\n")
+    _write_json(analysis, arguments.json)
     return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    workload = _load(arguments)
+    other, repairs = load(arguments.against, seed=arguments.seed)
+    for line in repairs.lines():
+        print(line, file=sys.stderr)
+    figures = compare(workload, other, arguments.block_size)
+    names = (title_of(arguments.sources), Path(arguments.against).name)
+    show_comparison(figures, names, stdout_console())
+    _write_json(figures, arguments.json)
+    return 0
+
+
+def _write_json(figures: object, file: Path | None) -> None:
+    if file is not None:
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
 
 
 # --- synthesize --------------------------------------------------------------------------------
@@ -154,6 +176,7 @@ def _synthesize_options(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", type=result_file, metavar="FILE", required=True, help=FILES
     )
     _target(parser)
+    _block_size(parser, "tokens per hash id of a Mooncake file (the seed trace's, or 512)")
     for field in msgspec.structs.fields(SynthesisOptions):
         if field.name == "seed":
             continue
@@ -183,7 +206,7 @@ def _synthesize(arguments: argparse.Namespace, _: Settings) -> int:
     except msgspec.ValidationError as error:
         raise WorkloadError(str(error).replace("`$.", "`--").replace("_", "-")) from error
     made = Synthesizer(workload, options).workload()
-    _save(made, arguments.output, options.block_size, arguments.target)
+    _save(made, arguments.output, arguments.block_size, arguments.target)
     return 0
 
 

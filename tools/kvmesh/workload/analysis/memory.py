@@ -3,8 +3,11 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvmesh.workload.analysis.sharing import ideal_hits
 from kvmesh.workload.model import Workload
+from kvmesh.workload.reading.window import TOKEN_S, planned_starts
 
 # Blocks are enlarged until all prompts have at most so many.
 MOST_TOUCHES = 500_000
@@ -21,14 +24,16 @@ def touched_block_size(workload: Workload) -> int:
 
 
 def held_shares(workload: Workload, capacities: Sequence[int], block_size: int) -> list[float]:
-    """Shares of prompt tokens found in LRU caches of `capacities` tokens, rounds in order.
+    """Shares of prompt tokens found in LRU caches of `capacities` tokens.
 
-    A prompt is found up to its first missing block. Its last blocks are evicted first.
+    Rounds come in the order of their planned starts. A prompt is found up to its first missing
+    block. Its last blocks are evicted first.
     """
     total = sum(round_.input_tokens for round_ in workload.rounds) or 1
     caches = [_LruBlocks(capacity // block_size) for capacity in capacities]
     tree = workload.tree
-    for round_ in workload.rounds:
+    for index in np.argsort(planned_starts(workload, TOKEN_S), kind="stable").tolist():
+        round_ = workload.rounds[index]
         prompt = tree.blocks(round_.branch, round_.input_tokens, block_size).tolist()
         ends = round_.input_tokens + round_.output_tokens
         kept = tree.blocks(round_.output_branch, ends, block_size).tolist()

@@ -17,7 +17,15 @@ from kvmesh.workload.model import LIMIT, Milliseconds, SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.block_ids import match_block_ids
 from kvmesh.workload.reading.options import ReadOptions
-from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, decoded, packed, parsed, reason_of
+from kvmesh.workload.reading.rows import (
+    OUTPUT_TOKENS,
+    TraceRow,
+    decoded,
+    packed,
+    parsed,
+    reason_of,
+    record_of,
+)
 from kvmesh.workload.reading.source import TraceFile
 
 SCHEMA: Final = "dynamo.agentic_mooncake"
@@ -94,7 +102,7 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
 def _header(file: TraceFile, record: tuple[int, bytes]) -> AgenticHeader:
     line, text = record
     try:
-        header = msgspec.json.decode(text, type=AgenticHeader)
+        header = record_of(text, AgenticHeader)
     except msgspec.MsgspecError as error:
         raise file.error(line, reason_of(error)) from error
     if header.version != VERSION:

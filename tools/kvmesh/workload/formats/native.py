@@ -90,6 +90,7 @@ def _defect(document: NativeDocument, tree: Tree, index: int, round_: Round) -> 
     if round_.rendered is not None and round_.rendered[0] not in branches:
         return f"unknown branch {round_.rendered[0]}"
     same = round_.output_branch == round_.branch
-    if not same and tree.shared(round_.branch, round_.output_branch, tokens) < tokens:
+    blocks = tokens // document.block_size * document.block_size
+    if not same and tree.shared(round_.branch, round_.output_branch, blocks) < blocks:
         return "the output branch does not continue the prompt"
     return None

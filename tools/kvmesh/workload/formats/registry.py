@@ -55,15 +55,26 @@ def load(
             raise FormatError(f"{each}: no such file or shipped profile ({shipped})")
     files = trace_files(sources)
     folders = any(Path(each).is_dir() for each in sources)
-    files, found, left_out = _of_one_format(files, folders)
+    with _bounded_depth(files):
+        files, found, left_out = _of_one_format(files, folders)
     repairs = Repairs(files[0].path, repair)
     for reason in left_out:
         repairs.assume(reason)
-    with _without_collection():
+    with _without_collection(), _bounded_depth(files):
         read = found.read(files, options, repairs)
     workload = adjusted(read.workload, read.starts, options, repairs)
     repairs.summary = _summary(files, found, workload, read.starts)
     return workload, repairs
+
+
+@contextmanager
+def _bounded_depth(files: Sequence[TraceFile]) -> Iterator[None]:
+    """Raise FormatError for JSON that is nested too deeply to decode."""
+    try:
+        yield
+    except RecursionError as error:
+        more = " or a file after it" if len(files) > 1 else ""
+        raise FormatError(f"{files[0]}{more}: JSON is nested too deeply") from error
 
 
 @contextmanager

@@ -9,6 +9,7 @@ the next round starts `tool_wait_after_ms` after its end. `arrival_time` (ms) st
 import csv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -17,7 +18,7 @@ from kvmesh.workload.errors import Problem, Repairs, TraceError, WorkloadError
 from kvmesh.workload.model import Milliseconds, Round, Session, Tokens, Workload
 from kvmesh.workload.reading.assembly import ReadTrace
 from kvmesh.workload.reading.options import ReadOptions
-from kvmesh.workload.reading.rows import reason_of
+from kvmesh.workload.reading.rows import parsed, reason_of
 from kvmesh.workload.reading.source import TraceFile
 from kvmesh.workload.reading.window import planned_starts
 from kvmesh.workload.tree import Tree
@@ -30,7 +31,7 @@ class TracelabRow(Struct, kw_only=True):
     prefix_len: Tokens
     input_len: Tokens
     output_len: Tokens
-    tool_wait_after_ms: Milliseconds
+    tool_wait_after_ms: Milliseconds = 0.0
 
 
 COLUMNS = tuple(TracelabRow.__struct_fields__)
@@ -74,7 +75,7 @@ def _sessions(
             repairs.note(number, fields, "dropped the line")
             continue
         try:
-            row = msgspec.convert(_named(fields), TracelabRow, strict=False)
+            row = parsed(_named(fields), TracelabRow)
         except msgspec.ValidationError as error:
             repairs.note(number, reason_of(error), "dropped the line")
             continue
@@ -83,12 +84,12 @@ def _sessions(
     return sessions
 
 
-def _named(fields: dict[str, str]) -> dict[str, str]:
-    """The fields under their usual names; an empty arrival is one at 0."""
-    named = {"session_id" if name == "id" else name: value for name, value in fields.items()}
-    if not named.get("arrival_time", "0"):
-        named["arrival_time"] = "0"
-    return named
+def _named(fields: dict[str, str]) -> dict[str, Any]:
+    """The fields under their usual names; an empty cell is an absent field."""
+    return {
+        "session_id" if name == "id" else name: None if value == "" else value
+        for name, value in fields.items()
+    }
 
 
 def _assemble(

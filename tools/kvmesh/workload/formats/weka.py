@@ -15,7 +15,7 @@ from kvmesh.workload.model import HUMAN, TOOL, SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.options import ReadOptions
 from kvmesh.workload.reading.recorded import follow
-from kvmesh.workload.reading.rows import TraceRow, reason_of
+from kvmesh.workload.reading.rows import TraceRow, reason_of, record_of
 from kvmesh.workload.reading.source import TraceFile
 
 # Times are rounded down to seconds.
@@ -66,7 +66,7 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
         repairs.file = file.path
         for line, record in file.records():
             try:
-                session = msgspec.json.decode(record, type=WekaFile)
+                session = record_of(record, WekaFile)
             except msgspec.MsgspecError as error:
                 repairs.note(line, reason_of(error), "dropped the session")
             else:
@@ -83,7 +83,7 @@ def _relative(files: Sequence[TraceFile]) -> bool:
     for file in files:
         for _, record in file.records():
             try:
-                session = msgspec.json.decode(record, type=WekaTimesFile)
+                session = record_of(record, WekaTimesFile)
             except msgspec.MsgspecError:
                 continue
             for entry in session.requests:

@@ -4,13 +4,18 @@ Families of sessions are drawn with replacement (the bootstrap of Efron 1979), s
 how much depends on which sessions happened to come.
 """
 
-from collections import defaultdict
 from random import Random
 
 from msgspec.structs import replace
 
 from kvmesh.workload.errors import WorkloadError
-from kvmesh.workload.model import Round, Session, Workload
+from kvmesh.workload.generate.families import (
+    branch_uses,
+    families_of,
+    family_start,
+    shared_ends,
+)
+from kvmesh.workload.model import Session, Workload
 from kvmesh.workload.tree import ROOT, Tree
 
 JITTER_S = 30.0  # copies of one family do not start at once
@@ -24,19 +29,19 @@ class ScalingError(WorkloadError):
 def scale_sessions(workload: Workload, factor: float, seed: int) -> Workload:
     """A workload of `factor` times as many sessions, with the times between their requests.
 
-    A family is the sessions that wait for each other or have a common ancestor. Prefixes that
-    several families share stay shared; the rest of each copy is its own. Raises ScalingError.
+    Prefixes that several families share stay shared; the rest of each copy is its own. Raises
+    ScalingError.
     """
-    families = _families(workload)
+    families = families_of(workload)
     count = round(len(families) * factor)
     if not count:
         raise ScalingError(f"no session is left of {len(families)} at a scale of {factor:g}")
     if len(workload) * factor > MOST_ROUNDS:
         raise ScalingError(f"more than {MOST_ROUNDS:,} requests at a scale of {factor:g}")
     rng = Random(seed)
-    starts = [_start(workload, family) for family in families]
+    starts = [family_start(workload, family) for family in families]
     span = max(starts, default=0.0)
-    shared = _shared_ends(workload, families)
+    shared = shared_ends(branch_uses(workload, families))
     writer = _ScaledWriter(workload, shared)
     draws = []
     for copy in range(count):
@@ -47,55 +52,6 @@ def scale_sessions(workload: Workload, factor: float, seed: int) -> Workload:
     for at, drawn in sorted(draws):
         writer.add(families[drawn], at - starts[drawn])
     return writer.scaled
-
-
-def _families(workload: Workload) -> list[list[int]]:
-    """Indices of the rounds of each family, in order."""
-    root = list(range(len(workload.sessions)))
-
-    def find(session: int) -> int:
-        while root[session] != session:
-            root[session] = root[root[session]]
-            session = root[session]
-        return session
-
-    for number, session in enumerate(workload.sessions):
-        if session.parent is not None:
-            root[find(number)] = find(session.parent)
-    for round_ in workload.rounds:
-        for index in round_.after:
-            root[find(round_.session)] = find(workload.rounds[index].session)
-    members: defaultdict[int, list[int]] = defaultdict(list)
-    for index, round_ in enumerate(workload.rounds):
-        members[find(round_.session)].append(index)
-    return list(members.values())
-
-
-def _start(workload: Workload, family: list[int]) -> float:
-    rounds = (workload.rounds[index] for index in family)
-    return min((round_.at_s for round_ in rounds if not round_.after), default=0.0)
-
-
-def _shared_ends(workload: Workload, families: list[list[int]]) -> dict[int, int]:
-    """The token up to which at least two families use each branch; absent if only one does."""
-    longest: dict[int, list[int]] = {}  # the two longest uses by different families
-    for family in families:
-        own: dict[int, int] = {}
-        for index in family:
-            for branch, tokens in _prompts(workload.rounds[index]):
-                for part, _, end in workload.tree.reversed_path(branch, tokens):
-                    if own.get(part, -1) >= end:
-                        break  # a longer prompt of this family has passed here
-                    own[part] = end
-        for branch, end in own.items():
-            longest[branch] = sorted((*longest.get(branch, []), end))[-2:]
-    return {branch: ends[0] for branch, ends in longest.items() if len(ends) > 1}
-
-
-def _prompts(round_: Round) -> list[tuple[int, int]]:
-    total = round_.input_tokens + round_.output_tokens
-    prompts = [(round_.branch, round_.input_tokens), (round_.output_branch, total)]
-    return prompts if round_.rendered is None else [*prompts, round_.rendered]
 
 
 class _ScaledWriter:

@@ -1,25 +1,31 @@
-"""Synthesizes traces with the prefix sharing of a seed trace.
+"""Synthesizes workloads with the structure of a recorded one.
 
-The prompts of the seed form a prefix tree of blocks. Blocks of several prompts are its *core*; the
-unique rest of a prompt is a *leaf*. A synthetic prompt walks from the root of the core by the
-seed's transition probabilities (a chain without branches is one step) and ends with a leaf whose
-lengths are drawn from the seed's.
+A family of sessions (a session with its subagents) is drawn as a whole, with the requests, the
+requests that each waits for, and the places where its prompts continue, fork or are rewritten.
+Lengths, waits and times between arrivals are exchanged among similar ones. Draws are without
+replacement, so that a distribution of the source is met, not approached.
 """
 
-import random
-from bisect import bisect
-from collections.abc import Iterator
-from itertools import accumulate, pairwise
 from typing import Annotated
 
+import numpy as np
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from kvmesh.workload.errors import WorkloadError
+from kvmesh.workload.generate.families import branch_uses, families_of, shared_ends
+from kvmesh.workload.generate.segments import CORE, OUTPUT, SegmentedTree, SegmentGroups
+from kvmesh.workload.generate.selection import FamilySelection
+from kvmesh.workload.generate.timing import FamilyArrivals, Pauses
 from kvmesh.workload.model import LIMIT, Round, Session, SomeTokens, Workload
+from kvmesh.workload.reading.window import TOKEN_S
 from kvmesh.workload.tree import ROOT, Tree
 
-MIN_POOL = 8
-TRIES = 1000
+MOST_REQUESTS = 5_000_000
+LEAST_SHARE = 0.01  # of the seed's requests that `max_isl` has to leave
+# A prefix that at least so many prompts of a tenth of all families begin with is one prefix however
+# many requests there are: to compute it anew in each batch would cost less than 1/COMMON of them.
+COMMON = 200
 Factor = Annotated[float, Meta(ge=1e-6, le=1e6)]
 
 
@@ -30,208 +36,280 @@ class SynthesisError(WorkloadError):
 class SynthesisOptions(Struct, frozen=True, kw_only=True):
     """Changes to the seed.
 
-    The multipliers scale shared parts, unique parts and outputs; `prefix_root_multiplier` is the
-    number of copies of the core, which share nothing; arrivals are `speedup_ratio` times faster;
-    prompts above `max_isl` tokens are rejected.
+    The multipliers scale what sessions share, the rest of their prompts, and outputs;
+    `prefix_root_multiplier` is the number of copies of what sessions share, which share nothing;
+    arrivals are `speedup_ratio` times faster; a session ends before a prompt of more than
+    `max_isl` tokens.
     """
 
-    num_requests: SomeTokens
+    num_requests: Annotated[int, Meta(ge=1, le=MOST_REQUESTS)]
     prefix_len_multiplier: Factor = 1.0
-    prefix_root_multiplier: Annotated[int, Meta(ge=1)] = 1
+    prefix_root_multiplier: Annotated[int, Meta(ge=1, le=MOST_REQUESTS)] = 1
     prompt_len_multiplier: Factor = 1.0
     osl_multiplier: Factor = 1.0
     speedup_ratio: Factor = 1.0
     max_isl: SomeTokens = LIMIT
-    block_size: SomeTokens = 512
     seed: int = 0
 
 
-class BranchNode:
-    """A chain of core blocks with its children; `leaves` are the prompts that end after it."""
-
-    def __init__(self, blocks: int) -> None:
-        self.blocks = blocks
-        self.children: list[BranchNode] = []
-        self.visits = 0
-        self.leaves: list[Leaf] = []
-        self.weights: list[int] = []
-
-
-class Leaf(Struct, frozen=True):
-    """A seed prompt's unique tokens after the core, and its output tokens."""
-
-    tokens: int
-    output: int
-
-
-class SharedCore:
-    """The shared part of a seed's prompts as a tree of chains. Raises SynthesisError."""
-
-    def __init__(self, workload: Workload, block_size: int) -> None:
-        paths = [self._path(workload, r, block_size) for r in workload.rounds]
-        self._visits, self._parents = _count(paths)
-        self.root = BranchNode(0)
-        self._nodes: dict[int, BranchNode] = {ROOT: self.root}
-        for path, round_ in zip(paths, workload.rounds, strict=True):
-            self._add(path, round_, block_size)
-        _contract(self.root)
-        for node, _ in _walks(self.root):
-            node.weights = list(accumulate((child.visits for child in node.children), initial=0))
-        self.by_depth = _leaves_by_depth(self.root)
-
-    def _path(self, workload: Workload, round_: Round, block_size: int) -> list[int]:
-        blocks: list[int] = workload.tree.blocks(
-            round_.branch, round_.input_tokens, block_size
-        ).tolist()
-        return blocks
-
-    def _add(self, path: list[int], round_: Round, block_size: int) -> None:
-        node, depth = self.root, 0
-        node.visits += 1
-        for block in path:
-            if self._visits[block] < 2:
-                break
-            below = self._nodes.get(block)
-            if below is None:
-                below = self._nodes[block] = BranchNode(1)
-                node.children.append(below)
-            node, depth = below, depth + 1
-            node.visits += 1
-        unique = round_.input_tokens - depth * block_size
-        node.leaves.append(Leaf(unique, round_.output_tokens))
-
-
-def _count(paths: list[list[int]]) -> tuple[dict[int, int], dict[int, int]]:
-    """Number of prompts and parent of each block; raises SynthesisError for two parents."""
-    visits: dict[int, int] = {}
-    parents: dict[int, int] = {}
-    for path in paths:
-        before = ROOT
-        for block in path:
-            if parents.setdefault(block, before) != before:
-                raise SynthesisError(f"block {block} has two parents: not a prefix tree")
-            visits[block] = visits.get(block, 0) + 1
-            before = block
-    return visits, parents
-
-
-def _contract(root: BranchNode) -> None:
-    """Merge each node with its only child unless prompts end between them."""
-    stack = list(root.children)
-    while stack:
-        node = stack.pop()
-        while len(node.children) == 1 and not node.leaves:
-            child = node.children[0]
-            node.blocks += child.blocks
-            node.children, node.leaves = child.children, child.leaves
-        stack.extend(node.children)
-
-
-def _walks(root: BranchNode) -> Iterator[tuple[BranchNode, int]]:
-    """Every node with its depth in blocks, its own included."""
-    stack = [(root, 0)]
-    while stack:
-        node, depth = stack.pop()
-        yield node, depth
-        stack.extend((child, depth + child.blocks) for child in node.children)
-
-
-def _leaves_by_depth(root: BranchNode) -> dict[int, list[Leaf]]:
-    """Leaves pooled by the power of two of their depth, which correlates with their length."""
-    pools: dict[int, list[Leaf]] = {}
-    for node, depth in _walks(root):
-        pools.setdefault(depth.bit_length(), []).extend(node.leaves)
-    return pools
-
-
 class Synthesizer:
-    """Draws requests like those of a seed trace, determined by the options."""
+    """Draws a workload like a seed workload, determined by the options.
+
+    More requests than the seed's are further batches: each has all families with other lengths and
+    waits, and its own copy of the prefixes that families share, except for common ones. So the
+    ideal share stays. Fewer requests are a part of the families.
+    """
 
     def __init__(self, workload: Workload, options: SynthesisOptions) -> None:
         if not workload.rounds:
             raise SynthesisError("the seed trace has no requests")
-        if any(round_.after for round_ in workload.rounds):
-            raise SynthesisError("the seed is closed-loop; generate from a profile instead")
+        self._of = workload
         self._options = options
-        self._rng = random.Random(options.seed)
-        self._core = SharedCore(workload, options.block_size)
-        self._gaps = _gaps(workload)
+        self._rng = np.random.default_rng(options.seed % 2**64)
+        self._families = families_of(workload)
+        uses = branch_uses(workload, self._families)
+        self._segments = SegmentedTree(workload)
+        self._common = _common_cuts(uses, self._segments, len(self._families))
+        ends = {branch: int(self._segments.token[cut]) for branch, cut in self._common.items()}
+        self._groups = SegmentGroups(workload, self._segments, shared_ends(uses), ends)
+        self._uses = uses
+        self._selection: FamilySelection | None = None
+        self._pauses = Pauses(workload, self._families)
+        self._arrivals = FamilyArrivals(workload, self._families, options.speedup_ratio)
         self._tree = Tree()
-        self._branches: dict[tuple[int, int], tuple[int, int]] = {}
+        self._sessions: list[Session] = []
+        self._rounds: list[Round] = []
+        self._starts: list[float] = []
+        self._ends: list[float] = []
 
     def workload(self) -> Workload:
-        """`num_requests` independent requests in the order of their arrival."""
+        """`num_requests` requests in the order in which they would start. Raises SynthesisError."""
         options = self._options
-        rounds: list[Round] = []
-        clock = 0.0
-        for index in range(options.num_requests):
-            branch, tokens, output = self._prompt()
-            rounds.append(
-                Round(
-                    session=index,
-                    branch=branch,
-                    output_branch=self._tree.fork(branch, tokens),
-                    input_tokens=tokens,
-                    output_tokens=output,
-                    at_s=clock,
-                )
+        commons: list[dict[int, int]] = [{} for _ in range(self._copies())]
+        every = list(range(len(self._families)))
+        batch, sparse = 0, False
+        while len(self._rounds) < options.num_requests:
+            before = len(self._rounds)
+            missing = options.num_requests - before
+            chosen = every if sparse or missing >= len(self._of) else self._chosen(missing)
+            self._add_batch(batch, chosen, commons)
+            batch += 1
+            if len(self._rounds) - before < LEAST_SHARE * min(missing, len(self._of)):
+                if chosen == every:
+                    raise SynthesisError(
+                        f"less than {LEAST_SHARE:.0%} of the seed's requests have prompts of at "
+                        f"most {options.max_isl:,} tokens and follow such requests only"
+                    )
+                sparse = True
+        return self._assembled().first(options.num_requests)
+
+    def _copies(self) -> int:
+        return min(self._options.prefix_root_multiplier, len(self._families))
+
+    def _chosen(self, requests: int) -> list[int]:
+        if self._selection is None:
+            self._selection = FamilySelection(self._of, self._families, self._uses)
+        return self._selection.choose(requests, self._rng)
+
+    def _add_batch(self, batch: int, chosen: list[int], commons: list[dict[int, int]]) -> None:
+        layout = _Layout(self._of, self._segments, self._lengths())
+        copies = [_TreeCopy(self._of, self._tree, layout, self._common, each) for each in commons]
+        pauses = self._pauses.exchanged(self._rng)
+        starts = self._arrivals.starts(batch, chosen, self._rng)
+        for number, start in zip(chosen, starts, strict=True):
+            copy = copies[int(self._rng.integers(len(copies)))]
+            self._add_family(self._families[number], start, pauses, copy)
+
+    def _lengths(self) -> list[int]:
+        """Lengths of all segments for one batch, in tokens."""
+        options, groups = self._options, self._groups
+        lengths = groups.exchanged(self._rng)
+        factors = np.full(len(lengths), options.prompt_len_multiplier)
+        factors[groups.role == CORE] = options.prefix_len_multiplier
+        factors[groups.role == OUTPUT] = options.osl_multiplier
+        scaled: list[int] = np.rint(np.minimum(lengths * factors, LIMIT)).astype(np.int64).tolist()
+        return scaled
+
+    def _add_family(
+        self, family: list[int], start_s: float, givers: list[int], copy: "_TreeCopy"
+    ) -> None:
+        sessions: dict[int, int] = {}
+        waited: dict[int, tuple[int, ...]] = {}  # new rounds that stand for each one
+        ended: set[int] = set()
+        last: dict[int, float] = {}
+        latest = start_s
+        for index in family:
+            round_ = self._of.rounds[index]
+            after = tuple(sorted({new for old in round_.after for new in waited[old]}))
+            prompt = copy.layout.places[self._segments.prompt[index]]
+            if prompt > self._options.max_isl or self._has_ended(round_.session, ended):
+                ended.add(round_.session)
+                waited[index] = after
+                continue
+            giver = self._of.rounds[givers[index]]
+            if after:
+                at_s = giver.at_s
+                begin = at_s + max(self._ends[new] for new in after)
+            else:
+                gap = 0.0 if round_.after else self._pauses.gaps[givers[index]]
+                since = last.get(round_.session, latest)
+                at_s = begin = since + gap / self._options.speedup_ratio
+            last[round_.session] = latest = begin
+            waited[index] = (len(self._rounds),)
+            made = replace(
+                self._resized(index, prompt, copy),
+                session=self._session(round_.session, sessions),
+                after=after,
+                at_s=min(at_s, LIMIT),
+                wait=round_.wait if after else "",
+                wait_class=giver.wait_class if after else "",
+                approval_s=giver.approval_s if after else 0.0,
             )
-            clock += self._rng.choice(self._gaps) / options.speedup_ratio
-        return Workload(
-            tree=self._tree,
-            sessions=[Session(name=f"r{index}") for index in range(len(rounds))],
-            rounds=rounds,
+            self._rounds.append(made)
+            self._starts.append(begin)
+            self._ends.append(begin + made.output_tokens * TOKEN_S)
+
+    def _has_ended(self, session: int, ended: set[int]) -> bool:
+        """True if the session or one that it descends from has ended."""
+        at: int | None = session
+        while at is not None and at not in ended:
+            at = self._of.sessions[at].parent
+        return at is not None
+
+    def _resized(self, index: int, prompt: int, copy: "_TreeCopy") -> Round:
+        """A round with the lengths of a layout, on the branches of a copy."""
+        round_, segments = self._of.rounds[index], self._segments
+        places = copy.layout.places
+        prompt = max(prompt, 1)
+        generated = places[segments.output[index]] - prompt
+        output = min(max(generated, 1), LIMIT) if round_.output_tokens else 0
+        per_token = output / max(round_.output_tokens, 1)
+        abort, rendered = round_.abort_after, round_.rendered
+        if abort is not None:
+            abort = max(1, round(abort * per_token))
+        if rendered is not None:
+            rendered = copy.branch(rendered[0]), max(1, places[segments.rendered[index]])
+        return replace(
+            round_,
+            branch=copy.branch(round_.branch),
+            output_branch=copy.branch(round_.output_branch),
+            input_tokens=prompt,
+            output_tokens=output,
+            thinking_tokens=min(output, round(round_.thinking_tokens * per_token)),
+            abort_after=abort,
+            rendered=rendered,
+            marks=tuple(
+                (max(1, places[cut]), ttl)
+                for cut, (_, ttl) in zip(segments.marks[index], round_.marks, strict=True)
+            ),
         )
 
-    def _prompt(self) -> tuple[int, int, int]:
-        """Branch, prompt tokens and output tokens of one request."""
-        options = self._options
-        for _ in range(TRIES):
-            path, depth = self._walk()
-            leaf = self._leaf(path[-1], depth)
-            core = round(depth * options.block_size * options.prefix_len_multiplier)
-            tokens = core + round(leaf.tokens * options.prompt_len_multiplier)
-            if 0 < tokens <= options.max_isl:
-                copy = self._rng.randrange(options.prefix_root_multiplier)
-                branch = self._tree.fork(self._branch_along(path, copy), core)
-                output = max(1, round(leaf.output * options.osl_multiplier))
-                return branch, tokens, min(output, LIMIT)
-        raise SynthesisError(f"no prompt of at most {options.max_isl} tokens in {TRIES} tries")
+    def _session(self, number: int, copies: dict[int, int]) -> int:
+        """The new session for one of this family, its ancestors first."""
+        missing: list[int] = []
+        at: int | None = number
+        while at is not None and at not in copies:
+            missing.append(at)
+            at = self._of.sessions[at].parent
+        for each in reversed(missing):
+            session: Session = self._of.sessions[each]
+            parent = None if session.parent is None else copies[session.parent]
+            copies[each] = len(self._sessions)
+            self._sessions.append(replace(session, name=f"s{copies[each]}", parent=parent))
+        return copies[number]
 
-    def _walk(self) -> tuple[list[BranchNode], int]:
-        """Nodes from the root of the core to the start of a leaf, and their blocks."""
-        node, path, depth = self._core.root, [self._core.root], 0
-        while True:
-            total = node.weights[-1] + len(node.leaves)
-            child = bisect(node.weights, self._rng.randrange(total)) - 1
-            if child == len(node.children):
-                return path, depth
-            node = node.children[child]
-            path.append(node)
-            depth += node.blocks
-
-    def _leaf(self, node: BranchNode, depth: int) -> Leaf:
-        """A leaf of this node, or of nodes of similar depth if it has fewer than MIN_POOL."""
-        pool = node.leaves
-        if len(pool) < MIN_POOL:
-            pool = self._core.by_depth[depth.bit_length()]
-        return self._rng.choice(pool)
-
-    def _branch_along(self, path: list[BranchNode], copy: int) -> int:
-        """The branch along a path in one copy of the core, created on first use."""
-        scale = self._options.block_size * self._options.prefix_len_multiplier
-        branch, depth = ROOT, 0
-        for node in path:
-            key = (id(node), copy)
-            known = self._branches.get(key)
-            if known is None:
-                known = (self._tree.fork(branch, round(depth * scale)), depth + node.blocks)
-                self._branches[key] = known
-            branch, depth = known
-        return branch
+    def _assembled(self) -> Workload:
+        """The rounds in the order of their planned starts."""
+        order = np.argsort(self._starts, kind="stable").tolist()
+        place = {draft: at for at, draft in enumerate(order)}
+        rounds = [self._rounds[draft] for draft in order]
+        return Workload(
+            tree=self._tree,
+            sessions=self._sessions,
+            rounds=[
+                replace(round_, after=tuple(sorted(place[draft] for draft in round_.after)))
+                for round_ in rounds
+            ],
+            block_size=self._of.block_size,
+        )
 
 
-def _gaps(workload: Workload) -> list[float]:
-    """Inter-arrival times of the seed, in seconds."""
-    times = sorted(round_.at_s for round_ in workload.rounds if not round_.after)
-    return [b - a for a, b in pairwise(times)] or [0.0]
+class _Layout:
+    """The places of all cuts and forks, in tokens, if segments have other lengths."""
+
+    def __init__(self, workload: Workload, segments: SegmentedTree, lengths: list[int]) -> None:
+        size = workload.block_size
+        aligned: list[bool] = (segments.token % size == 0).tolist()
+        whole = {fork for fork in segments.fork if fork != ROOT and aligned[fork]}
+        self.places = [0] * len(lengths)
+        self.forks: list[int] = []
+        for branch, fork in enumerate(segments.fork):
+            at = 0 if fork == ROOT else self.places[fork]
+            self.forks.append(at)
+            for cut in range(segments.first[branch], segments.end[branch]):
+                before, at = at, at + lengths[cut]
+                if cut in whole:  # prompts share whole blocks
+                    at = (at + size // 2) // size * size
+                    at += size * (at < before)
+                self.places[cut] = at
+
+
+class _TreeCopy:
+    """A copy of a workload's branches in a new tree, with the lengths of a layout.
+
+    `common` maps branches to the cuts at which their common prefixes end; `commons` holds the
+    copies of these, which outlast this one.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        tree: Tree,
+        layout: _Layout,
+        common: dict[int, int],
+        commons: dict[int, int],
+    ) -> None:
+        self.layout = layout
+        self._of = workload.tree
+        self._tree = tree
+        self._common = common
+        self._commons = commons
+        self._made: dict[int, int] = {ROOT: ROOT}
+
+    def branch(self, branch: int) -> int:
+        """The copy of a branch."""
+        missing: list[int] = []
+        while branch not in self._made:
+            missing.append(branch)
+            branch = self._of.parents[branch]
+        for branch in reversed(missing):
+            self._made[branch] = self._copied(branch)
+        return self._made[branch]
+
+    def _copied(self, branch: int) -> int:
+        layout, commons = self.layout, self._commons
+        parent, fork = self._of.parents[branch], layout.forks[branch]
+        if branch in self._common:
+            if branch not in commons:
+                base = ROOT if parent == ROOT else commons[parent]
+                commons[branch] = self._tree.fork(base, fork)
+            return self._tree.fork(commons[branch], layout.places[self._common[branch]])
+        if parent in self._common and fork <= layout.places[self._common[parent]]:
+            return self._tree.fork(commons[parent], fork)
+        return self._tree.fork(self._made[parent], fork)
+
+
+def _common_cuts(
+    uses: dict[int, list[tuple[int, int]]], segments: SegmentedTree, families: int
+) -> dict[int, int]:
+    """The cut on each branch up to which it is common to many prompts of many families."""
+    least = max(2, families // 10)
+    cuts: dict[int, int] = {}
+    for branch, each in uses.items():
+        if len(each) < least:
+            continue
+        for cut in range(segments.first[branch], segments.end[branch]):
+            if segments.token[cut] > each[least - 1][0] or segments.prompts[cut] < COMMON:
+                break
+            cuts[branch] = cut
+    return cuts

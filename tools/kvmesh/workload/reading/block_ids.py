@@ -6,6 +6,8 @@ from kvmesh.workload.errors import Repairs
 from kvmesh.workload.reading.rows import TraceRow
 from kvmesh.workload.reading.source import TraceFile
 
+MOST = 1 << 20
+
 
 def match_block_ids(rows: list[TraceRow], files: Sequence[TraceFile], repairs: Repairs) -> None:
     """Make block ids and lengths agree: one id per started block, or per full block."""
@@ -47,15 +49,16 @@ def _hint(rows: list[TraceRow]) -> str:
 def fitting_size(rows: Iterable[TraceRow]) -> int | None:
     """The block size that explains the number of ids of each prompt.
 
-    Among several, the largest power of two, else the largest. None if there is none.
+    Among several, the largest power of two, else the largest. None if there is none, or if no
+    prompt has several ids, since then any large one would do.
     """
-    low, high = 1, 1 << 20
+    low, high = 1, MOST
     for row in rows:
         count, tokens = len(row.ids), row.input_length
         if count:
             low = max(low, tokens // (count + 1) + 1)
             high = min(high, -(-tokens // (count - 1)) - 1 if count > 1 else high)
-    if low > high:
+    if not low <= high < MOST:
         return None
     power = 1 << (high.bit_length() - 1)
     return power if power >= low else high

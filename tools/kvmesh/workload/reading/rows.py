@@ -99,16 +99,39 @@ def moment(value: float | str, unit_ms: float) -> float:
 def parsed(fields: dict[str, Any], type_: type[T], names: Iterable[str] = ()) -> T:
     """A record of `type_` from fields as other tools spell them; raises msgspec.ValidationError.
 
-    A null is an absent field, an integer may be spelled as a float without fraction or as text,
-    and a name (the fields `names`, or their items) as a number.
+    A null is an absent field at any depth, an integer may be spelled as a float without fraction or
+    as text, and a name (the fields `names`, or their items) as a number.
     """
-    present = {key: value for key, value in fields.items() if value is not None}
+    present = _without_nulls(fields)
     for name in names:
         if isinstance(value := present.get(name), list):
             present[name] = [_spelled(each) for each in value]
         elif name in present:
             present[name] = _spelled(value)
     return msgspec.convert(present, type_, strict=False)
+
+
+def record_of(record: bytes, type_: type[T]) -> T:
+    """A JSON record of `type_`, decoded at once if it has the usual spelling, else as `parsed`.
+
+    Raises msgspec.MsgspecError.
+    """
+    try:
+        return msgspec.json.decode(record, type=type_)
+    except msgspec.MsgspecError:
+        return parsed(decoded(record), type_)
+
+
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: _present(value) for key, value in fields.items() if value is not None}
+
+
+def _present(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _without_nulls(value)
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [_present(each) for each in value]
+    return value
 
 
 def _spelled(name: Any) -> Any:

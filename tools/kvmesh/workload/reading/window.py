@@ -7,6 +7,9 @@ from kvmesh.workload.errors import Repairs, WorkloadError
 from kvmesh.workload.model import Round, Session, Workload
 from kvmesh.workload.reading.options import ReadOptions
 
+# Seconds per output token of the answers before a request whose time is planned.
+TOKEN_S = 0.02
+
 
 def planned_starts(workload: Workload, token_s: float = 0.0) -> list[float]:
     """Seconds from the start to each round if an output token took `token_s` and nothing else."""

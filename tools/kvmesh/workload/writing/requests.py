@@ -8,12 +8,9 @@ from msgspec import Struct
 
 from kvmesh.workload.formats.mooncake import BLOCK_SIZE
 from kvmesh.workload.model import Workload
-from kvmesh.workload.reading.window import planned_starts
+from kvmesh.workload.reading.window import TOKEN_S, planned_starts
 from kvmesh.workload.writing.block_ids import BlockIds
 from kvmesh.workload.writing.increments import Conversations, WrittenTurn
-
-# Seconds per output token of the answers before a request whose time is planned.
-TOKEN_S = 0.02
 
 
 class RequestRow(Struct, kw_only=True, omit_defaults=True):
