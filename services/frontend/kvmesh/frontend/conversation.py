@@ -194,6 +194,9 @@ class GenerateRequest(Struct, kw_only=True):
 
     - `prompts`: texts or token ids, used instead of `messages` (completions).
     - `sampling.max_tokens` of 0: as many as fit the context.
+    - `annotations`: facts that the stream has as events of their own.
+    - `token_names`: log-probabilities name tokens by their ids.
+    - `thinking_budget`: most tokens of thinking, after which the answer begins.
     - `retention`, `decode`: requested retention of ranges of the prompt, and of the output.
     - `prompt_ttl_s`: requested retention time of the whole prompt.
     - `speculative`: prefill the predicted next prompt once this request ends.
@@ -237,6 +240,9 @@ class GenerateRequest(Struct, kw_only=True):
     speculative: bool = False
     adapter: str | None = None
     extra_fields: frozenset[str] = frozenset()
+    annotations: frozenset[str] = frozenset()
+    token_names: bool = False
+    thinking_budget: int | None = None
     ignored: list[str] = []
     body_bytes: int = 0
     light: bool = False
@@ -282,7 +288,8 @@ class GenerateRequest(Struct, kw_only=True):
     def steers_routing(self) -> bool:
         """True if the request constrains the router's choice or changes its policy."""
         wanted = self.placement
-        named = wanted.instance is not None or wanted.rank is not None
+        names = (wanted.instance, wanted.rank, wanted.prefill, wanted.prefill_rank)
+        named = any(name is not None for name in names)
         return bool(named or wanted.exclude or wanted.allow or self.policy or self.overrides)
 
     def retain_prompt(self, ttl_s: float | None) -> None:

@@ -328,7 +328,8 @@ def test_a_used_parameter_changes_the_run(api: str, name: str, value: Any) -> No
     assert name not in ignored(api, fields)
     if name == "stream_options":
         call = APIS[api].parse(body(APIS[api], **fields), {}, STAMP)
-        assert b'"usage":null' in call.renderer.begin() + call.renderer.end(0, Ending("stop"))
+        sent = call.renderer.begin() + call.renderer.end(0, Ending("stop"))
+        assert b'"usage":null' in sent + call.renderer.done(AnswerSummary(USAGE))
     else:
         assert run(api, fields) != run(api, needed)
 

@@ -86,15 +86,19 @@ class TokenLogprob(Struct, frozen=True):
     top_logprobs: list[TopLogprob] = []
 
 
+SoFar = Callable[[], AnswerSummary]
+
+
 class Renderer(Protocol):
     """The answer to one request in an API's form. Every method returns bytes ready to send.
 
-    A stream is `begin`, `started` at the first token, `events` of a choice as they arrive, `end` of
-    each choice, `done`; `failed` replaces the rest. For a whole answer, the results of `events` and
-    `end` are dropped and `whole` returns the body. `logprobs` are those of the events' text.
+    A stream is `begin`, with a function for the summary of the answer so far, `started` at the
+    first token, `events` of a choice as they arrive, `end` of each choice, `done`; `failed`
+    replaces the rest. For a whole answer, the results of `events` and `end` are dropped and `whole`
+    returns the body. `logprobs` are those of the events' text.
     """
 
-    def begin(self) -> bytes: ...
+    def begin(self, so_far: SoFar | None = None) -> bytes: ...
 
     def started(self, usage: Callable[[], Usage]) -> bytes: ...
 

@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
+from msgspec.structs import replace
 
+from kvmesh.bus.client import Bus
 from kvmesh.bus.promptness import Promptness
 from kvmesh.frontend.apis.base import Api, ApiCall, ConversationThread, RequestStamp
 from kvmesh.frontend.auth.authenticator import Authenticator
@@ -13,6 +15,7 @@ from kvmesh.frontend.dispatch.route_client import Arrivals
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.failure_log import log_failure
 from kvmesh.frontend.generation.active_request import DISCARD, ActiveRequest, RequestRunner
+from kvmesh.frontend.generation.annotations import annotations
 from kvmesh.frontend.http.bodies import JSON, LARGE, internal_error
 from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory
 from kvmesh.frontend.http.middleware import Caller, Handler, caller_of
@@ -28,7 +31,7 @@ from kvmesh.frontend.http.responses.history import StoredHistory
 from kvmesh.frontend.http.responses.log import EventRecord, RunHead, events
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.sse import EventStream, StreamSupervisor
-from kvmesh.frontend.models import ModelRegistry
+from kvmesh.frontend.models import ModelRegistry, ServedModel
 from kvmesh.frontend.preprocess.conversation_key import sticky_key
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
 from kvmesh.frontend.sessions.hooks import SessionHooks
@@ -51,6 +54,7 @@ class Dependencies:
     arrivals: Arrivals
     promptness: Promptness
     background: BackgroundResponses
+    bus: Bus
 
 
 class GenerateEndpoint:
@@ -115,10 +119,23 @@ class GenerateEndpoint:
         await self._history.prepend(request, call.thread)  # an alias looks at the first message
         model, adapter = registry.resolve_for(request, sticky_key)
         caller.model = request.target or request.model
+        self._name_workers(request, model)
         prepared = await self._dependencies.preprocessor.prepare(request, model, adapter)
         describe(prepared)
         model.metrics.prompt_tokens.inc(prepared.prompt_tokens)
         return prepared
+
+    def _name_workers(self, request: GenerateRequest, model: ServedModel) -> None:
+        """Replace the numbers of workers by the names of their instances."""
+        placement, name = request.placement, model.card.name
+        instances = {"instance": placement.instance, "prefill": placement.prefill}
+        known = {
+            field: self._dependencies.registry.instance_of(name, each)
+            for field, each in instances.items()
+            if each is not None
+        }
+        if known:
+            request.placement = replace(placement, **known)
 
     async def _in_background(self, api: Api, call: EndpointCall[ApiCall]) -> web.StreamResponse:
         """Start a response that goes on without its client; send its events, or how it begins."""
@@ -239,7 +256,8 @@ class GenerateEndpoint:
         """Open the stream once workers accepted the request, or when a keep-alive is due."""
         await active.accepted(self._dependencies.settings.keepalive_s)
         try:
-            await stream.open(call.renderer.begin(), active.flush)
+            begun = call.renderer.begin(active.so_far)
+            await stream.open(annotations(active.prepared) + begun, active.flush)
             self._dependencies.stream_supervisor.add(stream, api.keepalive, active.flush)
             return await stream.close(await self._last_frames(stream, active, call))
         finally:

@@ -77,7 +77,8 @@ class PreparedRequest(Struct):
     the first prompt. `encoded` is the rendered conversation with its tokens until `comparison`
     compares it with the earlier prompt, one of the model `earlier_model` if that is another;
     `comparing` while it is looked up. `parts` are those of the conversation. `shown`: earlier
-    answers, as they were generated; `keeps_answer`: the answer is stored for that.
+    answers, as they were generated; `keeps_answer`: the answer is stored for that. `text` is that
+    of the prompt, if the stream annotates it.
     """
 
     request: GenerateRequest
@@ -97,6 +98,7 @@ class PreparedRequest(Struct):
     comparing: bool = False
     shown: ShownAnswers | None = None
     keeps_answer: bool = False
+    text: str = ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -250,6 +252,7 @@ class Preprocessor:
             and continued is None
             and bool(request.messages)
             and request.n == 1,
+            text=(text or _raw_text(request)) if request.annotations else "",
         )
 
     async def count(self, request: GenerateRequest, model: ServedModel) -> list[bytes]:
@@ -356,6 +359,12 @@ def render(request: GenerateRequest, model: ServedModel, plain: bool = False) ->
             f"The model's chat template refused the conversation: {error}", request.content_field
         ) from error
     return rendered._replace(text=_encodable(rendered.text))
+
+
+def _raw_text(request: GenerateRequest) -> str:
+    """The first prompt of a request without messages, if it is text."""
+    prompt = request.prompts[0] if request.prompts else ""
+    return prompt if isinstance(prompt, str) else ""
 
 
 def _encodable(text: str) -> str:

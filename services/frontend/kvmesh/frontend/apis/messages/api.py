@@ -14,6 +14,7 @@ from kvmesh.frontend.apis.base import (
     Ending,
     Headers,
     RequestStamp,
+    SoFar,
     TokenLogprob,
     Usage,
     json_encode,
@@ -195,7 +196,7 @@ class MessagesAnswer:
         self._called = False
         self._ending = Ending("stop")
 
-    def begin(self) -> bytes:
+    def begin(self, so_far: SoFar | None = None) -> bytes:
         """A comment; `message_start` needs the usage, which is known at the first token."""
         return ACCEPTED
 
