@@ -17,7 +17,7 @@ EXTRA_FIELDS = (
     *("worker_id", "timing", "cache", "routing", "stop_reason", "ignored"),
     *("detailed_finish_reason", "completion_token_ids"),
 )
-ANNOTATIONS = ("formatted_prompt", "token_ids", "llm_metrics")
+ANNOTATIONS = ("formatted_prompt", "token_ids")
 SESSION_TIMEOUT_S = 300.0  # of a session that is opened or bound without one
 _EXTRA_FIELDS, _ANNOTATIONS = frozenset(EXTRA_FIELDS), frozenset(ANNOTATIONS)
 

@@ -24,6 +24,7 @@ from kvmesh.frontend.generation.nvext import nvext
 from kvmesh.frontend.generation.outcome import OutcomeReporter
 from kvmesh.frontend.generation.output import OutputPipeline
 from kvmesh.frontend.generation.text_logprobs import TextLogprobs
+from kvmesh.frontend.generation.thinking_budget import ThinkingBudget
 from kvmesh.frontend.generation.usage import Opening, UsageCounter
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest
 
@@ -94,7 +95,9 @@ class ActiveRequest:
             self.transcript,
         )
         self._choices = [
-            Choice(index, stream, self._pipelines[index], answer, logprobs[index])
+            Choice(
+                index, stream, self._pipelines[index], answer, logprobs[index], _budget(prepared)
+            )
             for index, stream in enumerate(streams)
         ]
         self.tasks = [
@@ -265,6 +268,16 @@ def _logprobs(prepared: PreparedRequest) -> TextLogprobs | None:
     most = count if prepared.request.messages else count + 1
     texts, by_id = prepared.model.dialect.token_texts, prepared.request.token_names
     return TextLogprobs(_parser(prepared), texts, most, by_id)
+
+
+def _budget(prepared: PreparedRequest) -> ThinkingBudget | None:
+    """The bound of the thinking, if there is one and the model's thinking can be ended."""
+    limit, form = prepared.request.thinking_budget, prepared.form
+    end = form.grammar.end_of_thinking(form.prompt, constrained=prepared.guided is not None)
+    if limit is None or not prepared.request.messages or not end:
+        return None
+    tokens = prepared.model.dialect.tokenizer.encode(end, add_special_tokens=False).ids
+    return ThinkingBudget(limit, tokens, form.begins_thinking)
 
 
 def _parser(prepared: PreparedRequest) -> OutputParser:

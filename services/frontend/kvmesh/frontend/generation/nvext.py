@@ -30,8 +30,8 @@ def nvext(tasks: Sequence[SequenceTask], started: float, stopped_by: str | None)
         "cache": lambda: _cache(task),
         "routing": lambda: _routing(task),
         "stop_reason": lambda: stopped_by or task.stream.finish,
-        "detailed_finish_reason": lambda: [_finish(each) for each in tasks],
-        "completion_token_ids": lambda: _token_ids(tasks),
+        "detailed_finish_reason": lambda: _of_each([each.stream.finish for each in tasks]),
+        "completion_token_ids": lambda: _of_each([each.stream.tokens for each in tasks]),
         "ignored": lambda: request.ignored,
     }
     return {name: make() for name, make in parts.items() if name in request.extra_fields}
@@ -106,15 +106,9 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1000, 3)
 
 
-def _finish(task: SequenceTask) -> str | None:
-    """The engine's own reason for the end of a sequence."""
-    return task.stream.finish
-
-
-def _token_ids(tasks: Sequence[SequenceTask]) -> list[int] | list[list[int]]:
-    """The tokens of the answer; of several choices, those of each."""
-    found = [task.stream.tokens for task in tasks]
-    return found if len(found) > 1 else found[0]
+def _of_each(values: list[Any]) -> Any:
+    """The value of the only choice, or the list of those of all choices."""
+    return values if len(values) > 1 else values[0]
 
 
 def _cache(task: SequenceTask) -> dict[str, Any]:

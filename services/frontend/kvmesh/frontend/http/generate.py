@@ -15,7 +15,7 @@ from kvmesh.frontend.dispatch.route_client import Arrivals
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.failure_log import log_failure
 from kvmesh.frontend.generation.active_request import DISCARD, ActiveRequest, RequestRunner
-from kvmesh.frontend.generation.annotations import annotations
+from kvmesh.frontend.http.annotations import annotations
 from kvmesh.frontend.http.bodies import JSON, LARGE, internal_error
 from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory
 from kvmesh.frontend.http.middleware import Caller, Handler, caller_of

@@ -179,6 +179,8 @@ class Preprocessor:
 
     def _arrange(self, request: GenerateRequest, model: ServedModel) -> None:
         """Bring the messages into the form that all later prompts show."""
+        if request.thinking_budget == 0:
+            request.thinking = False
         images, field, memo = model.card.images, request.content_field, request.memo
         shown = readable(request.messages, images, field, memo)
         request.messages = in_call_order(shown, memo)

@@ -75,8 +75,8 @@ class RankChoice:
         model = self._model.overridden(request.overrides) if request.overrides else self._model
         choice = self._policies.choose(name, policy, candidates, model)
         prefill = None
-        self._check_prefill(request.placement)
         if self._table.disaggregated:
+            self._check_prefill(request.placement)
             candidates, choice, prefill = self._disaggregate(name, policy, candidates, choice)
         return ChosenRanks(name, first, candidates, choice, prefill)
 

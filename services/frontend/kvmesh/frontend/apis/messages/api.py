@@ -96,7 +96,8 @@ def _without_effect(body: MessagesBody) -> list[str]:
         shown = thinking.display is not None and not omits_thinking(body)
         found += ["thinking.display"] if shown else []
         found += ["thinking.type"] if thinking.type not in SWITCHES else []
-        found += ["thinking.budget_tokens"] if thinking.budget_tokens is not None else []
+        bounds = thinking.budget_tokens is not None and not SWITCHES.get(thinking.type)
+        found += ["thinking.budget_tokens"] if bounds else []
     return found
 
 

@@ -132,6 +132,7 @@ def to_request(body: MessagesBody, request_id: str, turn: TurnBody) -> GenerateR
         guided=_guided(body),
         template_args=_arguments(body, messages[-1]),
         thinking=_thinking(body.thinking),
+        thinking_budget=_budget(body.thinking),
         stream=bool(body.stream),
         context_edits=to_edits(body.context_management),
         body_bytes=reading.sealed.bytes,
@@ -207,6 +208,14 @@ def _guided(body: MessagesBody) -> Guided | None:
 def _thinking(thinking: ThinkingBody | None) -> bool | None:
     """True if thinking is enabled; None for the model's default, also for types unknown here."""
     return SWITCHES.get(thinking.type) if thinking is not None else None
+
+
+def _budget(thinking: ThinkingBody | None) -> int | None:
+    """The most tokens of thinking, if it is enabled."""
+    if thinking is None or not SWITCHES.get(thinking.type):
+        return None
+    check_range(thinking.budget_tokens, 0, MAX_TOKENS, "thinking.budget_tokens")
+    return thinking.budget_tokens
 
 
 def _arguments(body: MessagesBody, last: Message) -> dict[str, Any]:

@@ -24,6 +24,14 @@ ENDPOINTS = {
     "messages": "anthropic_messages",
 }
 SUCCESS, CLIENT_CLOSED = range(200, 300), 499
+ERRORS = {
+    **dict.fromkeys((400, 413, 415), "validation"),
+    404: "not_found",
+    **dict.fromkeys((429, 529), "overload"),
+    CLIENT_CLOSED: "cancelled",
+    503: "unavailable",
+    504: "response_timeout",
+}
 
 
 class Source(Protocol):
@@ -75,12 +83,14 @@ class DynamoMetrics(Collector):
         context = _gauge("model_context_length", "Tokens of the context")
         block = _gauge("model_kv_cache_block_size", "Tokens of a block")
         limit = _gauge("model_migration_limit", "Most migrations of a request")
+        ready = _gauge("model_ready", "The model is served")
         for model in self._registry.models:
             name = model.card.name
             context.add_metric([name], model.card.context)
             block.add_metric([name], model.card.block_size)
             limit.add_metric([name], self._migration_limit)
-        yield from (context, block, limit)
+            ready.add_metric([name], 1)
+        yield from (context, block, limit, ready)
 
 
 def _gauge(name: str, text: str) -> GaugeMetricFamily:
@@ -89,16 +99,18 @@ def _gauge(name: str, text: str) -> GaugeMetricFamily:
 
 def _requests() -> Iterator[Metric]:
     """Requests by endpoint and outcome, and those whose clients have left."""
-    labels = ["model", "endpoint", "status"]
+    labels = ["model", "endpoint", "status", "error_type"]
     ended = CounterMetricFamily(f"{PREFIX}requests", "Requests answered", labels=labels)
-    counts: Counter[tuple[str, str, str]] = Counter()
+    counts: Counter[tuple[str, str, str, str]] = Counter()
     left = 0.0
     for family in metrics.requests.collect():
         for sample in family.samples:
             status, api = int(sample.labels["status"]), sample.labels["api"]
             if api in ENDPOINTS and sample.name.endswith("_total"):
                 outcome = "success" if status in SUCCESS else "error"
-                counts[sample.labels["model"], ENDPOINTS[api], outcome] += int(sample.value)
+                error = "" if status in SUCCESS else ERRORS.get(status, "internal")
+                key = (sample.labels["model"], ENDPOINTS[api], outcome, error)
+                counts[key] += int(sample.value)
                 left += sample.value if status == CLIENT_CLOSED else 0.0
     for found, count in counts.items():
         ended.add_metric(found, count)
@@ -109,6 +121,7 @@ def _requests() -> Iterator[Metric]:
 def _running() -> Iterator[Metric]:
     """Requests that run, and those of them without a first token."""
     running = _gauge("inflight_requests", "Requests that run")
+    active = _gauge("active_requests", "Requests that run")
     queued = _gauge("queued_requests", "Requests without a first token")
     counts: Counter[str] = Counter()
     for family in metrics.running.collect():
@@ -119,9 +132,8 @@ def _running() -> Iterator[Metric]:
                 queued.add_metric([model], value)
     for model, count in counts.items():
         running.add_metric([model], count)
-    yield from (running, queued)
-    total = sum(counts.values())
-    yield GaugeMetricFamily(f"{PREFIX}active_requests", "Requests that run, of all models", total)
+        active.add_metric([model], count)
+    yield from (running, active, queued)
 
 
 def _migrations() -> Iterator[Metric]:
