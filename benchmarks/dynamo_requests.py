@@ -174,7 +174,7 @@ def _of_headers() -> Iterator[Probe]:
         ("x-dynamo-meta-policy-class", "batch", ""),
         ("x-worker-instance-id", "3", "errors"),
         ("x-dynamo-worker-instance-id", "3", "errors"),
-        ("x-prefill-instance-id", "3", "errors"),
+        ("x-prefill-instance-id", "3", ""),
         ("x-dp-rank", "0", ""),
         ("x-data-parallel-rank", "0", ""),
         ("x-tenant-id", "a", ""),
