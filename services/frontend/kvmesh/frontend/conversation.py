@@ -106,7 +106,17 @@ class RenderedPrompt(NamedTuple):
 # next to calls and thinking belongs to the model's syntax and is in neither.
 GAP = "\n\n"
 
-Block: TypeAlias = Text | Thinking | Image | AttachedFile | ToolCall | ToolResult | ToolNotice
+
+class Compaction(Struct, frozen=True):
+    """A summary that stands for the conversation before it; empty if it could not be made."""
+
+    text: str
+    cache: CacheControl | None = None
+
+
+Block: TypeAlias = (
+    Text | Thinking | Image | AttachedFile | ToolCall | ToolResult | ToolNotice | Compaction
+)
 
 
 class Generated(Struct, frozen=True):
@@ -176,15 +186,32 @@ class ClearThinking(Struct, frozen=True):
     keep: int
 
 
+DEFAULT_COMPACT = 150_000
+
+
+class Compact(Struct, frozen=True):
+    """Have the model summarize the conversation once the prompt exceeds `tokens`.
+
+    None: three quarters of the context, at most DEFAULT_COMPACT. With `pauses` the answer ends with
+    the summary. `instructions` take the place of the usual ones.
+    """
+
+    tokens: int | None = None
+    pauses: bool = False
+    instructions: str | None = None
+
+
 class ContextEdits(Struct):
     """Edits of a conversation before it is rendered, and what they did.
 
     `applied` describes the edits that had an effect, as the Messages API does; `original_tokens`
-    counts the prompt without them.
+    counts the prompt without them. `compacts`: the prompt exceeds the trigger of `compact`.
     """
 
     thinking: ClearThinking | None = None
     tool_uses: ClearToolUses | None = None
+    compact: Compact | None = None
+    compacts: bool = False
     applied: list[dict[str, Any]] = []
     original_tokens: int | None = None
 

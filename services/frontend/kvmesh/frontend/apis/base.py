@@ -163,13 +163,15 @@ class ApiCall(Struct):
     """A parsed request with the renderer of its answer; `thread` if the API stores responses.
 
     `go_on` is set for an answer in the background, which outlives its connection and its frontend:
-    it makes the renderer continue the numbers of the events at the given one.
+    it makes the renderer continue the numbers of the events at the given one. `compacted` tells the
+    renderer of a summary with which the answer begins, or with True in which it consists.
     """
 
     request: GenerateRequest
     renderer: Renderer
     thread: ConversationThread | None = None
     go_on: Callable[[int], None] | None = None
+    compacted: Callable[[str, Usage, bool], None] | None = None
 
 
 class CountCall(Struct):

@@ -8,15 +8,24 @@ from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.promptness import Promptness
-from kvmesh.frontend.apis.base import Api, ApiCall, ConversationThread, RequestStamp
+from kvmesh.frontend.apis.base import (
+    AnswerSummary,
+    Api,
+    ApiCall,
+    ConversationThread,
+    Ending,
+    RequestStamp,
+    Usage,
+)
+from kvmesh.frontend.apis.messages.compaction import after_summary
 from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.dispatch.route_client import Arrivals
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.failure_log import log_failure
 from kvmesh.frontend.generation.active_request import DISCARD, ActiveRequest, RequestRunner
-from kvmesh.frontend.http.annotations import annotations
 from kvmesh.frontend.http.bodies import JSON, LARGE, internal_error
+from kvmesh.frontend.http.dynamo.annotations import annotations
 from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory
 from kvmesh.frontend.http.middleware import Caller, Handler, caller_of
 from kvmesh.frontend.http.request_id import stamp_of
@@ -34,9 +43,13 @@ from kvmesh.frontend.http.sse import EventStream, StreamSupervisor
 from kvmesh.frontend.models import ModelRegistry, ServedModel
 from kvmesh.frontend.preprocess.conversation_key import sticky_key
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
+from kvmesh.frontend.sessions.compaction import Compactor
 from kvmesh.frontend.sessions.hooks import SessionHooks
+from kvmesh.frontend.turn_memo import NO_MEMO
 from kvmesh.settings.schema import FrontendSettings
 from kvmesh.tracing.names import STORE_RESPONSE
+
+NO_USAGE = Usage(prompt=0, cached=0, stored=0, output=0)
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,7 @@ class GenerateEndpoint:
         self._dependencies = dependencies
         threads = dependencies.preprocessor.threads
         self._history = StoredHistory(dependencies.responses, threads)
+        self._compactor = Compactor(dependencies.preprocessor, dependencies.runner)
 
     def handler(self, api: Api) -> Handler:
         async def act(call: EndpointCall[ApiCall]) -> web.StreamResponse:
@@ -96,8 +110,13 @@ class GenerateEndpoint:
     ) -> web.StreamResponse:
         request = call.request
         prepared = await self._prepare(call, caller)
-        hooked = self._dependencies.session_hooks.begin(prepared)
         stream = EventStream(http) if request.stream else None
+        if prepared.compacts and call.compacted is not None:
+            compacted = await self._compact(stream, api, call, caller, prepared)
+            if not isinstance(compacted, PreparedRequest):
+                return compacted
+            prepared = compacted
+        hooked = self._dependencies.session_hooks.begin(prepared)
         run, account = self._dependencies.runner.run, caller.account
         active = run(prepared, call.renderer, caller.started, stream or DISCARD, account)
         caller.active = active
@@ -136,6 +155,47 @@ class GenerateEndpoint:
         }
         if known:
             request.placement = replace(placement, **known)
+
+    async def _compact(
+        self,
+        stream: EventStream | None,
+        api: Api,
+        call: ApiCall,
+        caller: Caller,
+        prepared: PreparedRequest,
+    ) -> PreparedRequest | web.StreamResponse:
+        """Have the conversation summarized; the request behind that, or the whole response.
+
+        A stream opens before, and gets keep-alives meanwhile.
+        """
+        request, dependencies = call.request, self._dependencies
+        if stream is not None:
+            await stream.open(call.renderer.begin(), lambda: None)
+            dependencies.stream_supervisor.add(stream, api.keepalive, lambda: None)
+        try:
+            summary, usage = await self._compactor.summarize(
+                prepared, caller.account, caller.started
+            )
+            edits = request.context_edits
+            if not summary or call.compacted is None or edits is None or edits.compact is None:
+                return prepared
+            call.compacted(summary, usage, edits.compact.pauses)
+            if not edits.compact.pauses:
+                request.messages, request.memo = after_summary(request, summary), NO_MEMO
+                return await self._prepare(call, caller)
+        except ApiError as error:
+            if stream is None:
+                raise
+            stream.failed = caller.failed = True
+            log_failure(error.kind, request.id, f"while its conversation was summarized, {error}")
+            return await stream.close(call.renderer.failed(error))
+        finally:
+            if stream is not None:
+                dependencies.stream_supervisor.remove(stream)
+        end, nothing = call.renderer.end(0, Ending("stop")), AnswerSummary(NO_USAGE)
+        if stream is not None:
+            return await stream.close(end + call.renderer.done(nothing))
+        return web.Response(body=call.renderer.whole(nothing), content_type=JSON)
 
     async def _in_background(self, api: Api, call: EndpointCall[ApiCall]) -> web.StreamResponse:
         """Start a response that goes on without its client; send its events, or how it begins."""
@@ -254,6 +314,12 @@ class GenerateEndpoint:
         self, stream: EventStream, api: Api, active: ActiveRequest, call: ApiCall
     ) -> web.StreamResponse:
         """Open the stream once workers accepted the request, or when a keep-alive is due."""
+        if stream.is_open:
+            self._dependencies.stream_supervisor.add(stream, api.keepalive, active.flush)
+            try:
+                return await stream.close(await self._last_frames(stream, active, call))
+            finally:
+                self._dependencies.stream_supervisor.remove(stream)
         await active.accepted(self._dependencies.settings.keepalive_s)
         try:
             begun = call.renderer.begin(active.so_far)

@@ -26,7 +26,7 @@ from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, scope_sessions
 from kvmesh.frontend.preprocess.attachments import readable
 from kvmesh.frontend.preprocess.conversation_key import conversation_key, inferred_session
-from kvmesh.frontend.preprocess.edited_prompt import PromptCounter, apply_edits
+from kvmesh.frontend.preprocess.edited_prompt import PromptCounter, apply_edits, note_compaction
 from kvmesh.frontend.preprocess.limits import (
     check_context,
     check_prompt_memory,
@@ -103,6 +103,11 @@ class PreparedRequest(Struct):
     @property
     def prompt_tokens(self) -> int:
         return sum([prompt.count for prompt in self.prompts])
+
+    @property
+    def compacts(self) -> bool:
+        """True if the conversation is to be summarized first."""
+        return self.request.context_edits is not None and self.request.context_edits.compacts
 
     def computed_ahead(self, cached: int) -> ComputedAhead | None:
         """`ahead` with its use: the tokens among the first prompt's `cached` ones."""
@@ -223,6 +228,7 @@ class Preprocessor:
                 request, rendered_prompt, model, counted
             )
             packed = [encoded.tokens]
+            note_compaction(request, len(encoded.tokens) // TOKEN_BYTES, model.card.context)
             check_context(len(encoded.tokens) // TOKEN_BYTES, model.card.context)
             drops = model.dialect.template.drops_thinking(request)
             retention = yield from self._retention(request, model, encoded, drops)
