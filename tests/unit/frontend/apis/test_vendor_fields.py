@@ -282,6 +282,8 @@ def test_only_a_known_type_of_thinking_switches_it() -> None:
 
 def test_a_budget_of_thinking_is_listed() -> None:
     fields = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+    assert ignored("messages", fields) == []
+    fields["thinking"]["type"] = "adaptive"
     assert ignored("messages", fields) == ["thinking.budget_tokens"]
 
 

@@ -218,7 +218,12 @@ class TokenStream:
             self.ended.set()
 
     def redirect(self, count: int, tokens: list[int]) -> None:
-        """End the attempt to go on with `tokens` in place of those behind the first `count`."""
+        """End the attempt to go on with `tokens` in place of those behind the first `count`.
+
+        A stream that has failed stays as it is.
+        """
+        if self.error is not None:
+            return
         self.tokens = [*self.tokens[:count], *tokens]
         self.inherited = min(self.inherited, len(self.tokens))
         if self.logprobs:
