@@ -107,7 +107,7 @@ class RenderedPrompt(NamedTuple):
 GAP = "\n\n"
 
 
-class Compaction(Struct, frozen=True):
+class ConversationSummary(Struct, frozen=True):
     """A summary that stands for the conversation before it; empty if it could not be made."""
 
     text: str
@@ -115,7 +115,14 @@ class Compaction(Struct, frozen=True):
 
 
 Block: TypeAlias = (
-    Text | Thinking | Image | AttachedFile | ToolCall | ToolResult | ToolNotice | Compaction
+    Text
+    | Thinking
+    | Image
+    | AttachedFile
+    | ToolCall
+    | ToolResult
+    | ToolNotice
+    | ConversationSummary
 )
 
 

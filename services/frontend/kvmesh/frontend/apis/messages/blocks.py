@@ -21,7 +21,7 @@ from kvmesh.frontend.conversation import (
     AttachedFile,
     Block,
     CacheControl,
-    Compaction,
+    ConversationSummary,
     Image,
     Message,
     ResultPart,
@@ -36,7 +36,7 @@ from kvmesh.retention.hints import CacheMark
 
 MAX_DEPTH = 4  # of blocks in blocks; each level is read once more
 _SHOWN = (Text, Image, AttachedFile)
-_OF_ANSWERS = (Thinking, ToolCall, Compaction)
+_OF_ANSWERS = (Thinking, ToolCall, ConversationSummary)
 _OF_RESULTS = (*_OF_ANSWERS, ToolResult, ToolNotice)  # what results of tools do not hold
 _INDEX = re.compile(r"\.(\d+)")
 
@@ -221,7 +221,7 @@ def _block(
         text = with_sources(text, block.citations) if block.citations else text
         return Text(text, cache_control(block.cache_control))
     if isinstance(block, CompactionBlock):
-        return Compaction(block.content or "", cache_control(block.cache_control))
+        return ConversationSummary(block.content or "", cache_control(block.cache_control))
     if isinstance(block, ToolUseBlock):
         if not block.name:
             raise missing(f"{where}.name")

@@ -9,7 +9,7 @@ from kvmesh.bus.messages import Sampling
 from kvmesh.frontend.conversation import (
     GAP,
     Block,
-    Compaction,
+    ConversationSummary,
     GenerateRequest,
     Message,
     Text,
@@ -35,10 +35,10 @@ def without_compacted(messages: Sequence[Message]) -> list[Message]:
     found = list(messages)
     for index in range(len(found) - 1, -1, -1):
         blocks = found[index].blocks
-        places = [at for at, block in enumerate(blocks) if isinstance(block, Compaction)]
+        places = [at for at, block in enumerate(blocks) if isinstance(block, ConversationSummary)]
         for at in reversed(places):
             block = blocks[at]
-            if isinstance(block, Compaction) and block.text:
+            if isinstance(block, ConversationSummary) and block.text:
                 kept = _others(blocks[at + 1 :])
                 rest = [Message(found[index].role, kept)] if kept else []
                 later = [*rest, *found[index + 1 :]]
@@ -50,10 +50,12 @@ def without_compacted(messages: Sequence[Message]) -> list[Message]:
 
 
 def _others(blocks: Sequence[Block]) -> list[Block]:
-    return [block for block in blocks if not isinstance(block, Compaction)]
+    return [block for block in blocks if not isinstance(block, ConversationSummary)]
 
 
-def _begun(system: list[Message], block: Compaction, later: list[Message]) -> list[Message]:
+def _begun(
+    system: list[Message], block: ConversationSummary, later: list[Message]
+) -> list[Message]:
     """A conversation that begins with a summary; templates want users and answers in turns."""
     text = Text(HEAD + block.text, block.cache)
     if later and later[0].role == "user":
@@ -107,4 +109,4 @@ def summary_of(answer: str) -> str:
 
 def after_summary(request: GenerateRequest, summary: str) -> list[Message]:
     """The messages of a request whose conversation was summarized."""
-    return _begun(_system(request.messages), Compaction(summary), [])
+    return _begun(_system(request.messages), ConversationSummary(summary), [])
