@@ -46,7 +46,8 @@ TUNED = {
 class DynamoFleet:
     """Running processes by name: `frontend`, `worker-0` … and `nats` if it uses one."""
 
-    def __init__(self, folder: Path, venv: Path, plane: Plane) -> None:
+    def __init__(self, folder: Path, venv: Path, plane: Plane, workers: int = WORKERS) -> None:
+        self._workers = workers
         self.started_s = 0.0
         self._folder = folder
         self._python = str(venv.absolute() / "bin/python")
@@ -75,7 +76,7 @@ class DynamoFleet:
         self._spawn("frontend", [self._python, "-m", *frontend, *common])
         model = ["--model-path", str(model_dir()), "--model-name", MODEL]
         profile = ["--planner-profile-data", str(step_profile(self._folder, step_ms))]
-        for index in range(WORKERS):
+        for index in range(self._workers):
             worker = [self._python, "-m", "dynamo.mocker", *model, *profile, *common]
             self._spawn(f"worker-{index}", worker)
         self.started_s = until_answers(self.url, self._processes, self._log) - began
@@ -97,7 +98,7 @@ class DynamoFleet:
         while time.monotonic() < deadline:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
                 instances = msgspec.json.decode(answer.read())["instances"]
-            if sum(each["endpoint"] == "generate" for each in instances) == WORKERS:
+            if sum(each["endpoint"] == "generate" for each in instances) == self._workers:
                 return
             time.sleep(0.1)
         raise RuntimeError(f"not all workers serve: {instances}")

@@ -20,6 +20,8 @@ def call(name: str, **arguments: str | int) -> str:
 THINK = "<think>\nThe weather has to be looked up.\n</think>\n\n"
 CALL, OTHER = (call("get_weather", city=city) for city in ("Oslo", "Bergen"))
 SCRIPT = [
+    {"match": "Summarize the conversation", "text": "<summary>The user counts towns.</summary>"},
+    {"match": "as a summary", "text": "There are two towns."},
     {"match": "in Oslo", "turn": 0, "text": f"{THINK}I look it up.\n{CALL}"},
     {"match": "in Oslo", "turn": 1, "text": "It is sunny in Oslo. Bye."},
     {"match": "Patch the file", "text": call("apply_patch", input="*** Begin Patch\n+a\n")},

@@ -9,7 +9,11 @@ import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic, beta_async_tool
 from anthropic.types import MessageParam, TextBlockParam, ThinkingBlock, ToolParam, ToolUseBlock
-from anthropic.types.beta import BetaMessageParam
+from anthropic.types.beta import (
+    BetaCompact20260112EditParam,
+    BetaContextManagementConfigParam,
+    BetaMessageParam,
+)
 from support.frontend import MODEL
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -267,3 +271,51 @@ async def test_the_sdk_reads_the_request_id(client: AsyncAnthropic) -> None:
         await client.messages.create(model="other", max_tokens=5, messages=[ASK])
     assert (missing.value.request_id or "").startswith("msg_")
     assert missing.value.body["request_id"] == missing.value.request_id  # type: ignore[index]
+
+
+async def test_a_compacted_conversation_goes_on_with_its_summary(client: AsyncAnthropic) -> None:
+    said = "Look at one more town, please. " * 60
+    messages: list[BetaMessageParam] = [{"role": "user", "content": said}]
+    edit: BetaCompact20260112EditParam = {
+        "type": "compact_20260112",
+        "trigger": {"type": "input_tokens", "value": 200},
+    }
+    edits: BetaContextManagementConfigParam = {"edits": [edit]}
+    async with client.beta.messages.stream(
+        model=MODEL, max_tokens=90, messages=messages, context_management=edits
+    ) as stream:
+        made = await stream.get_final_message()
+    first, second = made.content
+    assert (first.type, first.type == "compaction" and first.content) == (
+        "compaction",
+        "The user counts towns.",
+    )
+    assert (second.type, made.stop_reason) == ("text", "end_turn")
+    assert made.usage.iterations is not None
+    assert [each.type for each in made.usage.iterations] == ["compaction", "message"]
+    answer: BetaMessageParam = {"role": "assistant", "content": made.content}
+    messages += [answer, {"role": "user", "content": "How many?"}]
+    counted = await client.beta.messages.count_tokens(
+        model=MODEL, messages=messages, context_management=edits
+    )
+    again = await client.beta.messages.create(
+        model=MODEL, max_tokens=90, messages=messages, context_management=edits
+    )
+    usage = again.usage
+    cached = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    assert counted.input_tokens == usage.input_tokens + cached < 100
+    assert [block.type for block in again.content] == ["text"]
+
+
+@pytest.mark.parametrize("budget", [1, 4])
+async def test_thinking_ends_at_its_budget(client: AsyncAnthropic, budget: int) -> None:
+    made = await client.messages.create(
+        model=MODEL,
+        max_tokens=200,
+        messages=[ASK],
+        tools=[TOOL],
+        thinking={"type": "enabled", "budget_tokens": budget},
+    )
+    assert [block.type for block in made.content] == ["thinking", "text", "tool_use"]
+    assert made.usage.output_tokens_details is not None
+    assert made.usage.output_tokens_details.thinking_tokens == budget

@@ -378,8 +378,8 @@ async def test_a_key_sees_the_models_that_it_may_use(
 
 async def test_models_need_a_key_and_health_does_not(stage: Stage) -> None:
     assert (await stage.call("GET", "/v1/models", key=None)).status == 401
-    assert (await stage.call("GET", "/live", key=None)).body == {"status": "ok"}
-    assert (await stage.call("GET", "/health", key=None)).body == {"status": "ok"}
+    assert (await stage.call("GET", "/live", key=None)).body == {"status": "live"}
+    assert (await stage.call("GET", "/health", key=None)).body == {"status": "healthy"}
 
 
 @pytest.mark.parametrize(("key", "status"), [("root", 200), ("plain", 403), (None, 401)])

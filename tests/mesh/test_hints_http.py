@@ -45,6 +45,7 @@ from kvmesh.bus.messages import (
     RouteReply,
     RouteRequest,
     Work,
+    instance_number,
 )
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
@@ -322,6 +323,12 @@ STEERING: list[tuple[Json, Json]] = [
     ({"router_config_override": {"prefill_weight": 2.5}}, {"overrides": {"prefill_weight": 2.5}}),
     ({"backend_instance_id": "a-1"}, {"placement": Placement(instance="a-1")}),
     ({"backend_instance_id": 17}, {"placement": Placement(instance="17")}),
+    (
+        {"backend_instance_id": instance_number("a-1")},
+        {"placement": Placement(instance="a-1")},
+    ),
+    ({"decode_worker_id": "a-1"}, {"placement": Placement(instance="a-1")}),
+    ({"prefill_worker_id": "a-1"}, {"placement": Placement(prefill="a-1")}),
     ({"dp_rank": 1}, {"placement": Placement(rank=1)}),
     ({"routing_constraints": {"allow": ["a-1"]}}, {"placement": Placement(allow=["a-1"])}),
     ({"routing_constraints": {"exclude": ["b-1"]}}, {"placement": Placement(exclude=["b-1"])}),
@@ -373,11 +380,11 @@ async def test_busy_workers_make_an_overload(stage: Stage, api: Api, stream: boo
 @streamed
 async def test_every_extra_field_is_in_the_response(stage: Stage, api: Api, stream: bool) -> None:
     fields = ["worker_id", "timing", "cache", "routing", "stop_reason", "ignored"]
+    fields += ["detailed_finish_reason", "completion_token_ids"]
     nvext = {
-        "extra_fields": fields,
+        "extra_fields": [*fields, "routed_experts"],
         "agent_hints": {"priority": 1, "unheard_of": True},
         "annotations": ["x"],
-        "prefill_worker_id": 3,
         "strange": 1,
     }
     body = api.body(TEXT, 9, stream=stream, nvext=nvext, zebra=1, aardvark=2)
@@ -385,8 +392,21 @@ async def test_every_extra_field_is_in_the_response(stage: Stage, api: Api, stre
     found = content.nvext
     assert found is not None
     assert sorted(found) == sorted(fields)
-    assert found["worker_id"] == {"instance": "a-1", "dp_rank": 1}
-    assert 0 <= found["timing"]["ttft_ms"] <= found["timing"]["total_ms"]
+    number = instance_number("a-1")
+    assert found["worker_id"] == {
+        "instance": "a-1",
+        "dp_rank": 1,
+        "prefill_worker_id": number,
+        "prefill_dp_rank": 1,
+        "decode_worker_id": number,
+        "decode_dp_rank": 1,
+    }
+    timing = found["timing"]
+    assert 0 <= timing["ttft_ms"] <= timing["total_ms"] == timing["total_time_ms"]
+    parts = timing["prefill_wait_time_ms"] + timing["prefill_time_ms"]
+    assert parts == pytest.approx(timing["ttft_ms"], abs=0.01)
+    assert timing["kv_hit_rate"] == pytest.approx(24 / (len(work.tokens) // 4), abs=1e-5)
+    assert found["completion_token_ids"] == ids(SAID)
     account = found["cache"].pop("account")
     reused, lost = account["reused"].values(), [loss["tokens"] for loss in account["lost"]]
     assert sum([*reused, *lost, account["new"]]) == len(work.tokens) // 4
@@ -398,7 +418,7 @@ async def test_every_extra_field_is_in_the_response(stage: Stage, api: Api, stre
     }
     assert found["stop_reason"] == "stop"
     hint = "nvext.agent_hints.unheard_of"
-    ignored = [hint, "nvext.annotations", "nvext.prefill_worker_id", "nvext.strange"]
+    ignored = [hint, "nvext.annotations[0]", "nvext.extra_fields[8]", "nvext.strange"]
     assert found["ignored"] == ["aardvark", "zebra", *ignored]
     routing = found["routing"]
     assert (routing["policy"], routing["wait_ms"], routing["index_ms"]) == ("kv", 250.0, 2.0)
@@ -418,6 +438,27 @@ async def test_only_requested_fields_are_in_the_response(
     route_request, _, content = await stage.send(api, api.body(TEXT, 9, stream=stream, nvext=nvext))
     assert list(content.nvext or {}) == fields
     assert route_request.explain == ("routing" in fields)
+
+
+@pytest.mark.parametrize("api", [CHAT, COMPLETIONS], ids=lambda api: api.name)
+async def test_a_stream_names_its_worker_first_and_has_no_chunk_without_choices(
+    stage: Stage, api: Api
+) -> None:
+    nvext = {"extra_fields": ["worker_id", "timing"], "annotations": ["formatted_prompt"]}
+    body = api.body(
+        TEXT, 9, stream=True, nvext=nvext, stream_options={"continuous_usage_stats": True}
+    )
+    sent = asyncio.create_task(stage.client.stream(api.path, body, **bearer("plain")))
+    work = await stage.a.work(0)
+    await stage.a.send(work, Chunk(work.request, 0, ids(SAID), finish="stop"))
+    lines = (await (await sent).text()).splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert all(len(chunk["choices"]) == 1 for chunk in chunks)
+    assert chunks[0]["nvext"]["worker_id"]["decode_worker_id"] == instance_number("a-1")
+    assert sorted(chunks[-1]["nvext"]) == ["timing", "worker_id"]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks][-1] == len(ids(SAID))
+    at = lines.index("event: formatted_prompt")
+    assert TEXT in json.loads(lines[at + 1].removeprefix(": "))
 
 
 STOPPED: list[tuple[Api, str, str]] = [
@@ -555,8 +596,8 @@ BAD: list[tuple[Json, str]] = [
     ({"retention": [{"start": 0, "priority": 101}]}, "priority"),
     ({"retention": {"decode": {"duration_s": 0}}}, "duration_s"),
     ({"cache_control": {"ttl": "soon"}}, "ttl"),
-    ({"agent_hints": {"latency_sensitivity": 2}}, "latency_sensitivity"),
-    ({"agent_hints": {"osl": 0}}, "osl"),
+    ({"agent_hints": {"latency_sensitivity": "high"}}, "latency_sensitivity"),
+    ({"agent_hints": {"osl": "long"}}, "osl"),
     ({"session_control": {"session_id": "s", "action": "drop"}}, "action"),
     ({"cache_salt": "two words"}, "cache_salt"),
 ]

@@ -187,7 +187,7 @@ async def test_with_keys_only_administrators_see_warnings_on_the_public_port(
     async with missed_expectations(mesh, False, {"x-api-key": "plain"}):
         await eventually_reported(mesh, mesh.metrics_port, "missed_hits", MISSED)
         for stranger in ({}, {"x-api-key": "wrong"}, {"x-api-key": "plain"}):
-            assert json.loads(get(mesh.port, "/health", stranger)) == {"status": "ok"}
+            assert json.loads(get(mesh.port, "/health", stranger)) == {"status": "healthy"}
         assert MISSED in warnings(get(mesh.port, "/health", {"x-api-key": "admin"}))
 
 

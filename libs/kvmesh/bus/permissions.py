@@ -104,9 +104,10 @@ def _frontend(s: Subjects, name: str) -> Grant:
             *_lease(s, User.WORKER, ANY),  # to delete leases and records of dead workers
             *_lease(s, Role.PARKED, ANY),
             *(entry for bucket in stores for entry in _write(bucket)),
+            f"$KV.{s.router_bucket}.{s.busy_key(ANY)}",
             f"{API}.STREAM.PURGE.{_kv(s.responses_bucket)}",  # a response has several keys
             *_reads(_kv(s.instances_bucket), _kv(s.keys_bucket), _objects(s.model_bucket)),
-            *_reads(*map(_kv, stores), _kv(s.plan_bucket)),
+            *_reads(*map(_kv, stores), _kv(s.plan_bucket), _kv(s.router_bucket)),
             *_creates(*_streams(s)),
         ],
         [s.out(own), s.ask(own), s.sessions, s.limits, s.traces],

@@ -22,12 +22,14 @@ def _chunks(events: list[Any]) -> tuple[Json, list[Json], Json, bool]:
         assert {key: chunk[key] for key in common} == common
         if not chunk["choices"]:
             assert place == len(chunks) - 1
-            last = {key: chunk[key] for key in ("usage", "nvext") if key in chunk}
-            assert last, "an empty chunk"
+            assert chunk["usage"], "an empty chunk"
+            last |= {"usage": chunk["usage"]}
             continue
         assert len(chunk["choices"]) == 1
         assert chunk.get("usage") is None
         choices.append(chunk["choices"][0])
+        if "nvext" in chunk and choices[-1]["finish_reason"]:
+            last = {"nvext": chunk["nvext"]}
     asked = {"usage" in chunk for chunk in chunks}
     assert len(asked) <= 1, "some chunks have `usage`, others have not"
     assert failed or last.get("usage") is not None or asked != {True}

@@ -9,11 +9,13 @@ MESSAGE_DELTAS = {
     "thinking_delta": ("thinking", "thinking"),
     "signature_delta": ("thinking", "signature"),
     "input_json_delta": ("tool_use", "partial_json"),
+    "compaction_delta": ("compaction", "content"),
 }
 EMPTY: dict[str, Json] = {
     "text": {"text": ""},
     "thinking": {"thinking": "", "signature": ""},
     "tool_use": {"input": {}},
+    "compaction": {"content": ""},
 }
 
 

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from kvmesh.cli.flags import FlagParser, add_flags, did_you_mean, settings_flags
 from kvmesh.cli.parser_check import check_parsers
+from kvmesh.cli.references.foreign_flags import foreign_variables
 from kvmesh.cli.registry import COMMANDS, Command
 from kvmesh.settings import SettingsError, load
 
@@ -23,6 +24,7 @@ MOVED = {
     "metrics": "config metrics",
     "version": VERSION,
 }
+STARTED = ("up", "frontend", "router", "indexer", "worker", "planner")  # like processes of Dynamo
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -83,6 +85,8 @@ def _run(command: Command, arguments: Sequence[str]) -> int:
         check_parsers(settings)
     except SettingsError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
+    for line in foreign_variables(os.environ) if command.own in STARTED else ():
+        print(f"{parser.prog}: {line}", file=sys.stderr)
     try:
         return implementation.run(namespace, settings)
     except KeyboardInterrupt:

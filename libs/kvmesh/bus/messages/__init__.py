@@ -83,6 +83,7 @@ from kvmesh.bus.messages.discovery import (
     StartSource,
     WeightOffer,
     WeightQuery,
+    instance_number,
 )
 from kvmesh.bus.messages.frontends import (
     KeepTraces,
@@ -157,6 +158,7 @@ from kvmesh.bus.messages.planning import (
 )
 from kvmesh.bus.messages.routing import (
     BATCH_PRIORITY,
+    TAINT,
     Candidate,
     ComputedAhead,
     Decision,
@@ -229,6 +231,7 @@ __all__ = [
     "RELEASED",
     "RERENDERED",
     "SUPERSEDED",
+    "TAINT",
     "THINKING_NOT_RETURNED",
     "UNFINISHED",
     "UNKNOWN",
@@ -395,6 +398,7 @@ __all__ = [
     "adapter_name",
     "encode",
     "incompatible_models",
+    "instance_number",
     "is_adapter_name",
     "is_outcome",
     "of_class",

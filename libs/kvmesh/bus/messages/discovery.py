@@ -1,6 +1,7 @@
 """Process descriptions, the values of leases in the bucket of instances; search for weights."""
 
 from enum import StrEnum
+from hashlib import blake2b
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -272,6 +273,11 @@ class Instance(Struct, frozen=True, kw_only=True):
     completes_prompts: bool = False
     unpacks: bool = False
     settled: list[Settled] = []
+
+
+def instance_number(instance: str) -> int:
+    """A number for an instance, for clients whose ids of workers are integers: below 2^53."""
+    return int.from_bytes(blake2b(instance.encode(), digest_size=8).digest()) >> 11
 
 
 class WeightQuery(Struct, frozen=True, omit_defaults=True):

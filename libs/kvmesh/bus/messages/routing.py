@@ -97,6 +97,7 @@ class Hints(Struct, frozen=True, kw_only=True, omit_defaults=True):
     load_test: bool = False
 
 
+TAINT = "taint."  # before the name of a taint in a label
 BATCH_PRIORITY = -100  # of batch requests in engines, which compute them after all others
 
 
@@ -108,8 +109,9 @@ def of_class(hints: Hints, classes: Container[str]) -> bool:
 class Placement(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Constraints on the choice of a worker, applied before any score is computed.
 
-    `tolerate` names taints (labels `taint.NAME`) that the request accepts; `prefer` maps
-    `KEY=VALUE` labels to weights that scale the cost of workers with that label.
+    `tolerate` names taints (labels `taint.NAME`) that the request accepts, `taints` those that the
+    worker must have; `prefer` maps labels `KEY=VALUE`, or keys, to weights that scale the cost of
+    workers with that label. `prefill` names the worker that computes the prompt for another one.
     """
 
     instance: str | None = None
@@ -119,6 +121,9 @@ class Placement(Struct, frozen=True, kw_only=True, omit_defaults=True):
     labels: dict[str, str] = {}
     tolerate: list[str] = []
     prefer: dict[str, float] = {}
+    taints: list[str] = []
+    prefill: str | None = None
+    prefill_rank: int | None = None
 
 
 class PrefetchTerms(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -48,6 +48,10 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
             " one; 0: no metrics by tenant",
         ),
     ] = 20
+    metrics_compat: Annotated[
+        Literal["none", "dynamo"],
+        Meta(description="metrics also under the names of NVIDIA Dynamo's frontend"),
+    ] = "none"
     keys_file: Annotated[
         Path | None, Meta(description="TOML file of API keys; none: no key is needed")
     ] = None

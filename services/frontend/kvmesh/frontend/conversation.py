@@ -106,7 +106,24 @@ class RenderedPrompt(NamedTuple):
 # next to calls and thinking belongs to the model's syntax and is in neither.
 GAP = "\n\n"
 
-Block: TypeAlias = Text | Thinking | Image | AttachedFile | ToolCall | ToolResult | ToolNotice
+
+class ConversationSummary(Struct, frozen=True):
+    """A summary that stands for the conversation before it; empty if it could not be made."""
+
+    text: str
+    cache: CacheControl | None = None
+
+
+Block: TypeAlias = (
+    Text
+    | Thinking
+    | Image
+    | AttachedFile
+    | ToolCall
+    | ToolResult
+    | ToolNotice
+    | ConversationSummary
+)
 
 
 class Generated(Struct, frozen=True):
@@ -176,15 +193,32 @@ class ClearThinking(Struct, frozen=True):
     keep: int
 
 
+DEFAULT_COMPACT = 150_000
+
+
+class Compact(Struct, frozen=True):
+    """Have the model summarize the conversation once the prompt exceeds `tokens`.
+
+    None: three quarters of the context, at most DEFAULT_COMPACT. With `pauses` the answer ends with
+    the summary. `instructions` take the place of the usual ones.
+    """
+
+    tokens: int | None = None
+    pauses: bool = False
+    instructions: str | None = None
+
+
 class ContextEdits(Struct):
     """Edits of a conversation before it is rendered, and what they did.
 
     `applied` describes the edits that had an effect, as the Messages API does; `original_tokens`
-    counts the prompt without them.
+    counts the prompt without them. `compacts`: the prompt exceeds the trigger of `compact`.
     """
 
     thinking: ClearThinking | None = None
     tool_uses: ClearToolUses | None = None
+    compact: Compact | None = None
+    compacts: bool = False
     applied: list[dict[str, Any]] = []
     original_tokens: int | None = None
 
@@ -194,6 +228,9 @@ class GenerateRequest(Struct, kw_only=True):
 
     - `prompts`: texts or token ids, used instead of `messages` (completions).
     - `sampling.max_tokens` of 0: as many as fit the context.
+    - `annotations`: facts that the stream has as events of their own.
+    - `token_names`: log-probabilities name tokens by their ids.
+    - `thinking_budget`: most tokens of thinking, after which the answer begins.
     - `retention`, `decode`: requested retention of ranges of the prompt, and of the output.
     - `prompt_ttl_s`: requested retention time of the whole prompt.
     - `speculative`: prefill the predicted next prompt once this request ends.
@@ -238,6 +275,9 @@ class GenerateRequest(Struct, kw_only=True):
     speculative: bool = False
     adapter: str | None = None
     extra_fields: frozenset[str] = frozenset()
+    annotations: frozenset[str] = frozenset()
+    token_names: bool = False
+    thinking_budget: int | None = None
     ignored: list[str] = []
     body_bytes: int = 0
     light: bool = False
@@ -284,7 +324,8 @@ class GenerateRequest(Struct, kw_only=True):
     def steers_routing(self) -> bool:
         """True if the request constrains the router's choice or changes its policy."""
         wanted = self.placement
-        named = wanted.instance is not None or wanted.rank is not None
+        names = (wanted.instance, wanted.rank, wanted.prefill, wanted.prefill_rank)
+        named = any(name is not None for name in names)
         return bool(named or wanted.exclude or wanted.allow or self.policy or self.overrides)
 
     def retain_prompt(self, ttl_s: float | None) -> None:

@@ -19,6 +19,12 @@ requests = Counter(
     ["api", "model", "status"],
 )
 active = Gauge("kvmesh_frontend_active_requests", "Requests being served now")
+WAITING, GENERATING = "waiting", "generating"
+running = Gauge(
+    "kvmesh_frontend_model_requests",
+    "Requests being served now, by whether their first token has arrived: waiting, generating",
+    ["model", "phase"],
+)
 ttft = Histogram(
     "kvmesh_frontend_ttft_seconds", "Arrival to first token", ["model"], buckets=SECONDS
 )
@@ -143,6 +149,8 @@ class FrontendModelMetrics:
         self.ttft = ttft.labels(model)
         self.itl = itl.labels(model)
         self.duration = duration.labels(model)
+        self.waiting = running.labels(model, WAITING)
+        self.generating = running.labels(model, GENERATING)
         self.prompt_tokens = prompt_tokens.labels(model)
         self.cached_tokens = cached_tokens.labels(model)
         self.tier_cached_tokens = [tier_cached_tokens.labels(model, str(n)) for n in range(TIERS)]

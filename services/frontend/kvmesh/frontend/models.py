@@ -29,6 +29,7 @@ from kvmesh.bus.messages import (
     Settled,
     adapter_name,
     encode,
+    instance_number,
 )
 from kvmesh.bus.storage.model_files import fetch_model
 from kvmesh.frontend.aliases.choice import choose_target, main_target
@@ -287,6 +288,14 @@ class ModelRegistry:
         if name in self._idle or (name in self._compatible and self._compatible[name].cards):
             raise Unavailable(f"The model `{name}` is still loading.")
         raise ModelNotFound(name)
+
+    def instance_of(self, model: str, name: str) -> str:
+        """The worker of the model whose instance has this name or number; else the name."""
+        group = self._compatible.get(model)
+        if group is None or not name.isdecimal():
+            return name
+        instances = (card.instance for card in group.cards)
+        return next((each for each in instances if str(instance_number(each)) == name), name)
 
     def adopt_settled(self) -> None:
         """Take what other processes have settled, once all present cards are known."""

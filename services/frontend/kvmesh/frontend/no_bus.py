@@ -13,7 +13,7 @@ from kvmesh.frontend.http.server import Runner, listen
 from kvmesh.settings import Settings
 
 CLOSE_S = 1.0
-NOT_READY = {"status": "not_ready", "missing": ["nats"]}
+NOT_READY = {"status": "unhealthy", "missing": ["nats"]}
 
 
 async def answer_without_bus(settings: Settings) -> None:
@@ -53,4 +53,4 @@ async def _health(_: web.Request) -> web.Response:
 
 
 async def _live(_: web.Request) -> web.Response:
-    return web.json_response({"status": "ok"})
+    return web.json_response({"status": "live"})

@@ -39,6 +39,7 @@ from kvmesh.frontend.generation.cache_expectations import CacheExpectations
 from kvmesh.frontend.generation.shadows import ShadowTraffic
 from kvmesh.frontend.http.access_log import configure as configure_access_log
 from kvmesh.frontend.http.cache.api import CacheApi
+from kvmesh.frontend.http.dynamo.metrics import DynamoMetrics
 from kvmesh.frontend.http.generate import Dependencies
 from kvmesh.frontend.http.responses.background import BackgroundResponses
 from kvmesh.frontend.http.responses.store import ResponseStore
@@ -317,6 +318,7 @@ class FrontendService:
             self._admission,
             self.background,
             ShadowTraffic(self.registry, self.preprocessor, runner),
+            self._service.bus,
         )
         name = self._service.name
         form = settings.access_log
@@ -344,6 +346,9 @@ async def main(service: Service) -> None:
         REGISTRY.register(tenants)
     served = ServedCollector(frontend.expectations.totals)
     REGISTRY.register(served)
+    alias = DynamoMetrics(frontend.registry, settings.migration_limit)
+    if settings.metrics_compat == "dynamo":
+        REGISTRY.register(alias)
     runner = Runner(
         frontend.application(),
         access_log=None,
@@ -394,6 +399,8 @@ async def main(service: Service) -> None:
         await asyncio.wait([others])
         await frontend.close()
         REGISTRY.unregister(served)
+        if settings.metrics_compat == "dynamo":
+            REGISTRY.unregister(alias)
         if settings.metrics_tenants:
             REGISTRY.unregister(tenants)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvmesh.cli.main import run
-from kvmesh.cli.references.foreign_flags import FOREIGN
+from kvmesh.cli.references.foreign_flags import FOREIGN, foreign_variables
 from kvmesh.settings import options
 
 
@@ -34,3 +34,22 @@ def test_a_foreign_flag_is_answered(
         run(command.split())
     assert ended.value.code == 2
     assert text in capsys.readouterr().err
+
+
+def test_variables_of_dynamo_are_answered() -> None:
+    env = {
+        "DYN_ROUTER_MODE": "kv",
+        "DYN_HTTP_PORT": "1",
+        "DYN_KV_CACHE_BLOCK_SIZE": "16",
+        "DYN_TOOL_CALL_PARSER": "hermes",
+        "DYN_ROUTER_REPLICA_SYNC": "1",
+        "DYN_UNHEARD_OF": "1",
+        "KVMESH_ROUTER_POLICY": "kv",
+    }
+    assert foreign_variables(env) == [
+        "DYN_HTTP_PORT has no effect: here KVMESH_FRONTEND_PORT",
+        "DYN_KV_CACHE_BLOCK_SIZE has no effect: here KVMESH_WORKER_BLOCK_SIZE",
+        "DYN_ROUTER_MODE has no effect: here KVMESH_ROUTER_POLICY",
+        f"DYN_ROUTER_REPLICA_SYNC has no effect: {FOREIGN['--router-replica-sync']}",
+        "DYN_TOOL_CALL_PARSER has no effect: here KVMESH_WORKER_TOOL_PARSER",
+    ]

@@ -100,7 +100,7 @@ WRONG = [
     {"stream": "yes"},
     {"temperature": "hot"},
     {"top_p": 7},
-    {"nvext": {"agent_hints": {"latency_sensitivity": 3}}},
+    {"nvext": {"agent_hints": {"latency_sensitivity": "3"}}},
     {"nvext": {"token_data": [-1]}},
     {"nvext": []},
 ]

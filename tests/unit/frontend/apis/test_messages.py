@@ -9,10 +9,12 @@ from unit.frontend.apis.answers import ANSWER, USAGE, body, events, stream, whol
 
 from kvmesh.frontend.apis.base import AnswerSummary, Ending
 from kvmesh.frontend.apis.messages.api import SHAPE, CountTokens, Messages
+from kvmesh.frontend.apis.messages.compaction import HEAD
 from kvmesh.frontend.apis.sealed_reasoning import MAX_BYTES, seal
 from kvmesh.frontend.conversation import (
     ClearThinking,
     ClearToolUses,
+    Compact,
     ContextEdits,
     Image,
     TextDelta,
@@ -251,10 +253,47 @@ def test_thinking_may_be_kept(keep: Any) -> None:
     assert parsed(**edits(edit)).request.context_edits == ContextEdits()
 
 
+def test_compaction_is_an_edit() -> None:
+    plain = {"type": "compact_20260112"}
+    assert parsed(**edits(plain)).request.context_edits == ContextEdits(compact=Compact())
+    trigger = {"type": "input_tokens", "value": 5}
+    more = {"pause_after_compaction": True, "instructions": "Briefly.", "trigger": trigger}
+    found = parsed(**edits({**plain, **more})).request.context_edits
+    assert found == ContextEdits(compact=Compact(5, True, "Briefly."))
+
+
+def test_a_summary_stands_for_what_is_before_it() -> None:
+    def summary(text: str | None) -> dict[str, Any]:
+        return {"role": "assistant", "content": [{"type": "compaction", "content": text}]}
+
+    def user(text: str) -> dict[str, Any]:
+        return {"role": "user", "content": text}
+
+    def shown(*messages: dict[str, Any]) -> list[tuple[str, str]]:
+        made = parsed(system="S", messages=[*messages]).request.messages
+        texts = ["".join(getattr(b, "text", "?") for b in message.blocks) for message in made]
+        return [(message.role, text) for message, text in zip(made, texts, strict=True)]
+
+    head = ("system", "S")
+    assert shown(user("a"), summary("first"), user("b"), summary("then"), user("c")) == [
+        head,
+        ("user", f"{HEAD}then\n\nc"),
+    ]
+    answer = {
+        "role": "assistant",
+        "content": [{"type": "compaction", "content": "sum"}, {"type": "text", "text": "On."}],
+    }
+    assert shown(user("a"), answer, user("b")) == [
+        head,
+        ("user", f"{HEAD}sum"),
+        ("assistant", "On."),
+        ("user", "b"),
+    ]
+    assert shown(user("a"), summary(None), user("b")) == [head, ("user", "a"), ("user", "b")]
+
+
 def test_unknown_edits_are_listed_and_have_no_effect() -> None:
-    call = parsed(
-        **edits({"type": "compact_20260112", "trigger": TRIGGER}, {"type": "x", "keep": 5})
-    )
+    call = parsed(**edits({"type": "compact", "trigger": TRIGGER}, {"type": "x", "keep": 5}))
     names = [f"context_management.edits[{index}]" for index in (0, 1)]
     assert (call.request.context_edits, call.request.ignored) == (ContextEdits(), names)
     call.renderer.events(0, ANSWER, [])

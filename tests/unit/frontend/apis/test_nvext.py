@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from unit.frontend.apis.bodies import request
 
-from kvmesh.frontend.apis.nvext import MAX_IGNORED
+from kvmesh.frontend.apis.nvext import MAX_IGNORED, MAX_INT
 from kvmesh.frontend.apis.request_hints import unknown_headers
 from kvmesh.frontend.errors import InvalidRequest
 
@@ -30,9 +30,60 @@ def test_nvext_shapes_the_request() -> None:
 
 
 def test_fields_without_effect_are_listed_on_request() -> None:
-    nvext = {"extra_fields": ["ignored"], "annotations": ["x"], "novel": 1}
+    nvext = {"extra_fields": ["ignored", "routed_experts"], "annotations": ["x"], "novel": 1}
     made = request(nvext=nvext, verbosity="low", temperature=0.5)
-    assert made.ignored == ["verbosity", "nvext.annotations", "nvext.novel"]
+    unknown = ["nvext.annotations[0]", "nvext.extra_fields[1]", "nvext.novel"]
+    assert made.ignored == ["verbosity", *unknown]
+    assert made.extra_fields == {"ignored"}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_annotations_are_those_of_streams(stream: bool) -> None:
+    nvext = {"extra_fields": ["ignored"], "annotations": ["formatted_prompt", "token_ids"]}
+    made = request(nvext=nvext, stream=stream)
+    listed = [] if stream else ["nvext.annotations[0]", "nvext.annotations[1]"]
+    assert made.annotations == {"formatted_prompt", "token_ids"}
+    assert made.ignored == listed
+
+
+@pytest.mark.parametrize(
+    ("hints", "expected"),
+    [
+        ({"latency_sensitivity": 5.0}, {"latency_sensitivity": 1.0}),
+        ({"latency_sensitivity": -1}, {"latency_sensitivity": 0.0}),
+        ({"osl": 0}, {"osl": None}),
+        ({"osl": 1 << 40}, {"osl": MAX_INT}),
+        ({"priority": -(1 << 70)}, {"priority": -MAX_INT}),
+        ({"strict_priority": -3}, {"strict_priority": 0}),
+    ],
+)
+def test_advice_out_of_range_is_clipped(hints: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = request(nvext={"agent_hints": hints}).hints
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_taints_are_labels_of_workers() -> None:
+    constraints = {"required_taints": ["decode/fast"], "preferred_taints": {"gpu=a": 2.0}}
+    placement = request(nvext={"routing_constraints": constraints}).placement
+    assert placement.taints == ["decode/fast"]
+    assert placement.tolerate == ["decode/fast", "gpu=a"]
+    assert placement.prefer == {"taint.gpu=a": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("control", "ttl_s"),
+    [
+        ({"action": "open"}, 300.0),
+        ({"action": "bind", "timeout": 60}, 60.0),
+        ({"timeout": 90}, 90.0),
+        ({}, None),
+        ({"action": "close", "timeout": 60}, None),
+    ],
+)
+def test_an_open_session_keeps_its_prompt(control: dict[str, Any], ttl_s: float | None) -> None:
+    made = request(nvext={"session_control": {"session_id": "s", **control}})
+    assert made.prompt_ttl_s == ttl_s
+    assert made.hints.session_final == (control.get("action") == "close")
 
 
 def test_the_list_of_fields_without_effect_is_bounded() -> None:
@@ -66,7 +117,6 @@ def test_mistyped_headers_are_known() -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"nvext": {"extra_fields": ["chache"]}}, "'chache' is none of worker_id, timing"),
         (
             {"nvext": {"session_control": {"session_id": "a", "action": "opne"}}},
             "Invalid enum value 'opne'; allowed: ",

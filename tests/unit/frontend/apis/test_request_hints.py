@@ -1,5 +1,7 @@
 """Hints of requests: session headers of every harness, nvext, header values."""
 
+from typing import Any
+
 import pytest
 from multidict import CIMultiDict
 from unit.frontend.apis.bodies import headers, request
@@ -88,6 +90,37 @@ def test_headers_override_the_body() -> None:
     assert (made.hints.priority, made.hints.osl, made.hints.session) == (7, 99, "s")
     assert (made.placement.instance, made.placement.rank) == ("w", 2)
     assert made.cache_salt == "t"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "hint"),
+    [
+        ("x-dynamo-request-priority", "3", {"priority": 3}),
+        ("x-dynamo-request-strict-priority", "2", {"strict_priority": 2}),
+        ("x-dynamo-meta-policy-class", "batch", {"fair_class": "batch"}),
+        ("x-worker-instance-id", "17", {"instance": "17"}),
+        ("x-dynamo-worker-instance-id", "17", {"instance": "17"}),
+        ("x-dp-rank", "1", {"rank": 1}),
+        ("x-data-parallel-rank", "1", {"rank": 1}),
+        ("x-prefill-instance-id", "18", {"prefill": "18"}),
+        ("x-dynamo-prefill-instance-id", "18", {"prefill": "18"}),
+        ("x-prefill-dp-rank", "1", {"prefill_rank": 1}),
+        ("x-dynamo-prefill-dp-rank", "1", {"prefill_rank": 1}),
+    ],
+)
+def test_the_headers_of_dynamo_are_hints(name: str, value: str, hint: dict[str, Any]) -> None:
+    made = request(CIMultiDict({name: value}), nvext={"extra_fields": ["ignored"]})
+    (field,) = hint
+    holder = made.hints if hasattr(made.hints, field) else made.placement
+    assert getattr(holder, field) == hint[field]
+    assert made.ignored == []
+
+
+def test_workers_are_named_in_the_body() -> None:
+    nvext = {"decode_worker_id": 5, "prefill_worker_id": 6, "prefill_dp_rank": 1}
+    placement = request(nvext=nvext).placement
+    assert (placement.instance, placement.prefill, placement.prefill_rank) == ("5", "6", 1)
+    assert request(nvext=nvext).steers_routing
 
 
 def test_a_session_is_ephemeral_by_header_or_body() -> None:

@@ -282,6 +282,8 @@ def test_only_a_known_type_of_thinking_switches_it() -> None:
 
 def test_a_budget_of_thinking_is_listed() -> None:
     fields = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+    assert ignored("messages", fields) == []
+    fields["thinking"]["type"] = "adaptive"
     assert ignored("messages", fields) == ["thinking.budget_tokens"]
 
 
@@ -328,7 +330,8 @@ def test_a_used_parameter_changes_the_run(api: str, name: str, value: Any) -> No
     assert name not in ignored(api, fields)
     if name == "stream_options":
         call = APIS[api].parse(body(APIS[api], **fields), {}, STAMP)
-        assert b'"usage":null' in call.renderer.begin() + call.renderer.end(0, Ending("stop"))
+        sent = call.renderer.begin() + call.renderer.end(0, Ending("stop"))
+        assert b'"usage":null' in sent + call.renderer.done(AnswerSummary(USAGE))
     else:
         assert run(api, fields) != run(api, needed)
 

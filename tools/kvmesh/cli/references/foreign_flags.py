@@ -1,8 +1,8 @@
 """Flags of Dynamo, vLLM and SGLang, and what does the same here: for errors about them."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
-from kvmesh.settings import OptionKey
+from kvmesh.settings import OptionKey, options
 
 # An option here, or an explanation where there is none.
 FOREIGN: dict[str, OptionKey | str] = {
@@ -33,6 +33,70 @@ FOREIGN: dict[str, OptionKey | str] = {
     "--router-queue-policy": ("router", "queue_order"),
     "--router-event-threads": "indexers are processes: `kvmesh up --indexers N`",
     "--enforce-disagg": ("router", "disagg_tokens"),
+    "--load-aware": "--policy load-aware, or --router-policy load-aware of `kvmesh up`",
+    "--router-load-aware": "--policy load-aware, or --router-policy load-aware of `kvmesh up`",
+    "--router-kv-overlap-score-credit": ("router", "overlap_credits"),
+    "--router-kv-overlap-score-credit-decay": ("router", "credit_decay"),
+    "--router-host-cache-hit-weight": ("router", "overlap_credits"),
+    "--router-disk-cache-hit-weight": ("router", "overlap_credits"),
+    "--shared-cache-multiplier": ("router", "overlap_credits"),
+    "--shared-cache-type": "the kvbms' tiers are shared: `kvmesh up --kvbm`",
+    "--router-prefill-load-scale": ("router", "prefill_weight"),
+    "--router-decode-active-request-weight": ("router", "request_weight"),
+    "--router-temperature": ("router", "temperature"),
+    "--router-queue-threshold": ("router", "queue_threshold"),
+    "--router-use-kv-events": ("router", "kv_events"),
+    "--router-predicted-ttl-secs": ("router", "predicted_ttl_s"),
+    "--router-approximate-cache-policy": ("router", "approximate_ttl_s"),
+    "--router-track-output-blocks": "routers always track the blocks of answers",
+    "--router-track-prefill-tokens": "routers always track prefill tokens",
+    "--router-prefill-load-model": ("router", "learn_speeds"),
+    "--router-prefill-policy": "one policy places both parts: `router.policy`",
+    "--router-decode-policy": "one policy places both parts: `router.policy`",
+    "--router-policy-config": "weights and classes are settings: see [router] in the configuration",
+    "--router-conditional-disagg": ("router", "disagg_tokens"),
+    "--router-conditional-disagg-config": ("router", "disagg_backlog"),
+    "--router-session-affinity-mode": "--policy session with --session-mode hard or soft",
+    "--router-session-affinity-ttl-secs": ("router", "session_ttl_s"),
+    "--enable-session-prefix-index": "sessions are always known to routers",
+    "--router-min-initial-workers": "a frontend is ready once a router and a worker are there",
+    "--router-tracking-hash": "prompts are known by keyed hashes",
+    "--router-tracking-key-file": ("frontend", "tenant_secret"),
+    "--router-tracking-key-id": ("frontend", "tenant_secret"),
+    "--use-remote-indexer": "indexers are processes of their own",
+    "--serve-indexer": "indexers are processes of their own: `kvmesh indexer`",
+    "--active-prefill-tokens-threshold-frac": ("router", "busy_prefill_tokens"),
+    "--admission-control": ("frontend", "max_in_flight"),
+    "--engine-request-limit": ("worker", "max_waiting"),
+    "--migration-max-seq-len": ("frontend", "migration_limit"),
+    "--http-body-limit-mb": ("frontend", "max_body_bytes"),
+    "--http-graceful-shutdown-timeout-secs": ("frontend", "drain_timeout_s"),
+    "--http-sse-keep-alive-interval-ms": ("frontend", "keepalive_s"),
+    "--http-overload-status-codes": "the APIs' own codes: 429 for OpenAI's, 529 for Messages",
+    "--tls-cert-path": "a proxy in front terminates TLS, see docs/security.md",
+    "--tls-key-path": "a proxy in front terminates TLS, see docs/security.md",
+    "--tls-client-ca-cert-path": "a proxy in front terminates TLS, see docs/security.md",
+    "--nats-tls-ca-cert-path": ("nats", "tls_ca"),
+    "--nats-tls-client-cert-path": ("nats", "tls_cert"),
+    "--nats-tls-client-key-path": ("nats", "tls_key"),
+    "--namespace-prefix": ("nats", "namespace"),
+    "--response-plane": "NATS alone connects the processes; set its URL with --nats",
+    "--file-kv": "NATS alone connects the processes; set its URL with --nats",
+    "--kserve-grpc-server": "HTTP only",
+    "--enable-anthropic-api": "the Messages API is always served",
+    "--strip-anthropic-preamble": "Claude Code's billing line is always dropped",
+    "--reasoning-field-name": "`reasoning_content`; requests may return `reasoning`, too",
+    "--exclude-tools-when-tool-choice-none": "prompts show the tools always, so they stay cached",
+    "--enable-streaming-tool-dispatch": "a call ends its own stream events",
+    "--enable-streaming-reasoning-dispatch": "thinking has stream events of its own",
+    "--tokenizer": "the tokenizer is the one in the model's folder",
+    "--dyn-chat-processor": "templates are rendered in the frontend",
+    "--dyn-preprocess-workers": ("frontend", "processes"),
+    "--request-trace": ("tracing", "endpoint"),
+    "--log": ("log", "level"),
+    "--logging-jsonl": ("log", "format"),
+    "--system-port": ("worker", "metrics_port"),
+    "--disaggregation-mode": ("worker", "serves"),
     "--http-port": ("frontend", "port"),
     "--http-host": ("frontend", "host"),
     "--http-address": ("frontend", "host"),
@@ -121,3 +185,23 @@ def foreign_flag(flag: str, known: Collection[str]) -> str:
             return f": here {name}"
     command = section if section in ("router", "indexer", "frontend", "up", "planner") else "worker"
     return f": here {own if section == command else prefixed} of `kvmesh {command}`"
+
+
+DYNAMO = "DYN_"
+
+
+def foreign_variables(env: Iterable[str]) -> list[str]:
+    """One line for each of Dynamo's variables among `env` that says what does the same here.
+
+    Dynamo names them after its flags.
+    """
+    variables = {(option.section, option.key): option.env for option in options()}
+    found = []
+    for name in sorted(each for each in env if each.startswith(DYNAMO)):
+        named = name.removeprefix(DYNAMO).lower().replace("_", "-")
+        entry = FOREIGN.get(f"--{named}") or FOREIGN.get(f"--router-{named}")
+        entry = entry or FOREIGN.get(f"--dyn-{named}")
+        if entry is not None:
+            own = entry if isinstance(entry, str) else f"here {variables[entry]}"
+            found.append(f"{name} has no effect: {own}")
+    return found

@@ -86,15 +86,19 @@ class TokenLogprob(Struct, frozen=True):
     top_logprobs: list[TopLogprob] = []
 
 
+SoFar = Callable[[], AnswerSummary]
+
+
 class Renderer(Protocol):
     """The answer to one request in an API's form. Every method returns bytes ready to send.
 
-    A stream is `begin`, `started` at the first token, `events` of a choice as they arrive, `end` of
-    each choice, `done`; `failed` replaces the rest. For a whole answer, the results of `events` and
-    `end` are dropped and `whole` returns the body. `logprobs` are those of the events' text.
+    A stream is `begin`, with a function for the summary of the answer so far, `started` at the
+    first token, `events` of a choice as they arrive, `end` of each choice, `done`; `failed`
+    replaces the rest. For a whole answer, the results of `events` and `end` are dropped and `whole`
+    returns the body. `logprobs` are those of the events' text.
     """
 
-    def begin(self) -> bytes: ...
+    def begin(self, so_far: SoFar | None = None) -> bytes: ...
 
     def started(self, usage: Callable[[], Usage]) -> bytes: ...
 
@@ -159,13 +163,15 @@ class ApiCall(Struct):
     """A parsed request with the renderer of its answer; `thread` if the API stores responses.
 
     `go_on` is set for an answer in the background, which outlives its connection and its frontend:
-    it makes the renderer continue the numbers of the events at the given one.
+    it makes the renderer continue the numbers of the events at the given one. `compacted` tells the
+    renderer of a summary with which the answer begins, or with True in which it consists.
     """
 
     request: GenerateRequest
     renderer: Renderer
     thread: ConversationThread | None = None
     go_on: Callable[[int], None] | None = None
+    compacted: Callable[[str, Usage, bool], None] | None = None
 
 
 class CountCall(Struct):

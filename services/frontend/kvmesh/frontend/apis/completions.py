@@ -13,6 +13,7 @@ from kvmesh.frontend.apis.base import (
     Ending,
     Headers,
     RequestStamp,
+    SoFar,
     TokenLogprob,
     Usage,
     check_range,
@@ -20,9 +21,9 @@ from kvmesh.frontend.apis.base import (
     json_encode,
 )
 from kvmesh.frontend.apis.cache_ttl import CacheOptions, CacheRetention, cache_ttl_s
-from kvmesh.frontend.apis.chat.body import MAX_CHOICES, ResponseFormat, StreamOptions, guided
+from kvmesh.frontend.apis.chat.body import MAX_CHOICES, ResponseFormat, guided
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
-from kvmesh.frontend.apis.nvext import Nvext, ignored_fields
+from kvmesh.frontend.apis.nvext import Nvext, annotations_of, ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.sampling import SamplingBody, check_special_tokens, to_sampling
 from kvmesh.frontend.apis.turns.bodies import TurnBody
@@ -48,7 +49,7 @@ class CompletionBody(SamplingBody, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: openai.StreamOptions | None = None
     response_format: ResponseFormat | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: CacheRetention | None = None
@@ -75,10 +76,13 @@ class Completions:
             cache_ttl_s(parsed.prompt_cache_retention, parsed.prompt_cache_options)
         )
         if "ignored" in request.extra_fields:
-            request.ignored += [*ignored_fields(body, CompletionBody), *unknown_headers(headers)]
-        options = parsed.stream_options
-        include_usage = bool(options and options.include_usage)
-        return ApiCall(request, CompletionAnswer(request, stamp.created, include_usage))
+            request.ignored += [
+                *ignored_fields(body, CompletionBody, True),
+                *unknown_headers(headers),
+            ]
+        request.annotations = annotations_of(parsed.nvext)
+        extras = openai.ChunkExtras(request, parsed.stream_options)
+        return ApiCall(request, CompletionAnswer(request, stamp.created, extras))
 
 
 def to_request(body: CompletionBody, request_id: str) -> GenerateRequest:
@@ -103,6 +107,7 @@ def to_request(body: CompletionBody, request_id: str) -> GenerateRequest:
         sampling=to_sampling(body, limit, body.logprobs),
         prompts=prompts,
         guided=guided(body.response_format),
+        token_names=bool(body.return_tokens_as_token_ids),
         stream=bool(body.stream),
         n=body.n or 1,
         echo=bool(body.echo),
@@ -136,9 +141,9 @@ class CompletionChoice:
 class CompletionAnswer:
     """Renders chunks and the whole completion."""
 
-    def __init__(self, request: GenerateRequest, created: int, include_usage: bool) -> None:
+    def __init__(self, request: GenerateRequest, created: int, extras: openai.ChunkExtras) -> None:
         self._stream = request.stream
-        self._include_usage = include_usage
+        self._extras = extras
         self._with_logprobs = request.sampling.logprobs is not None
         self._common = {
             "id": request.id,
@@ -146,12 +151,15 @@ class CompletionAnswer:
             "created": created,
             "model": request.model,
         }
+        self._chunk_common = {**self._common, **extras.common}
+        self._last: list[dict[str, Any]] = []  # chunks, one of each choice
         self._choices = [
             CompletionChoice(index, _echoed_prompt(request, index // request.n))
             for index in range(len(request.prompts) * request.n)
         ]
 
-    def begin(self) -> bytes:
+    def begin(self, so_far: SoFar | None = None) -> bytes:
+        self._extras.begin(so_far)
         echoes = [self._chunk(c, c.text[0]) for c in self._choices if c.text[0]]
         return b"".join(echoes) or openai.KEEPALIVE
 
@@ -172,22 +180,28 @@ class CompletionAnswer:
     def end(self, choice: int, ending: Ending) -> bytes:
         state = self._choices[choice]
         state.finish = ending.reason
-        return self._chunk(state, "") if self._stream else b""
+        if self._stream:
+            self._last.append(self._entry(state, ""))
+        return b""
 
     def _chunk(
         self, choice: CompletionChoice, text: str, logprobs: dict[str, list[Any]] | None = None
     ) -> bytes:
+        return openai.event({**self._entry(choice, text, logprobs), **self._extras.next()})
+
+    def _entry(
+        self, choice: CompletionChoice, text: str, logprobs: dict[str, list[Any]] | None = None
+    ) -> dict[str, Any]:
         entry = {
             "index": choice.index,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": choice.finish,
         }
-        usage = {"usage": None} if self._include_usage else {}
-        return openai.event({**self._common, "choices": [entry], **usage})
+        return {**self._chunk_common, "choices": [entry]}
 
     def done(self, summary: AnswerSummary) -> bytes:
-        return openai.ending(self._common, summary, self._include_usage)
+        return openai.ending(self._last, self._extras, summary, self._common)
 
     def failed(self, error: ApiError) -> bytes:
         return openai.event(openai.error_object(error)) + openai.DONE

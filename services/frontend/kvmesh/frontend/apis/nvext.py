@@ -1,7 +1,7 @@
 """`nvext`: the extension of request bodies with hints for the mesh (docs/requests.md)."""
 
 from itertools import islice
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -13,14 +13,13 @@ from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.namespaces import check_name
 from kvmesh.retention.hints import CacheMark, EmptyRange, Retention, to_directives
 
-EXTRA_FIELDS = ("worker_id", "timing", "cache", "routing", "stop_reason", "ignored")
-# Accepted without effect; reported in `nvext.ignored`.
-NO_EFFECT = (
-    "annotations",
-    "prefill_worker_id",
-    "decode_worker_id",
-    "max_thinking_tokens",
+EXTRA_FIELDS = (
+    *("worker_id", "timing", "cache", "routing", "stop_reason", "ignored"),
+    *("detailed_finish_reason", "completion_token_ids"),
 )
+ANNOTATIONS = ("formatted_prompt", "token_ids")
+SESSION_TIMEOUT_S = 300.0  # of a session that is opened or bound without one
+_EXTRA_FIELDS, _ANNOTATIONS = frozenset(EXTRA_FIELDS), frozenset(ANNOTATIONS)
 
 
 MAX_INT = (1 << 31) - 1
@@ -30,18 +29,28 @@ Name = Annotated[str, Meta(max_length=512)]
 
 
 class AgentHints(Struct):
-    priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None
-    strict_priority: NonNegative | None = None
-    latency_sensitivity: Annotated[float, Meta(ge=0, le=1)] | None = None
-    osl: Annotated[int, Meta(gt=0, le=MAX_INT)] | None = None
+    """Advice: numbers out of their range are clipped."""
+
+    priority: int | None = None
+    strict_priority: int | None = None
+    latency_sensitivity: float | None = None
+    osl: int | None = None
     speculative_prefill: bool | None = None
 
 
 class SessionControl(Struct):
+    """A session that is opened or bound keeps its prompt cached for `timeout` seconds."""
+
     session_id: str
     action: Literal["open", "bind", "close"] | None = None
     timeout: Annotated[float, Meta(gt=0)] | None = None
     ephemeral: bool = False
+
+    def ttl_s(self) -> float | None:
+        """The retention time of the prompt; None for a request that asks for none."""
+        if self.action == "close":
+            return None
+        return self.timeout or (SESSION_TIMEOUT_S if self.action else None)
 
 
 class AgentContext(Struct):
@@ -55,9 +64,14 @@ class AgentContext(Struct):
 
 
 class RoutingConstraints(Struct):
-    """`labels` that a worker must have; `allow` and `exclude` list instances."""
+    """`labels` that a worker must have; `allow` and `exclude` list instances.
+
+    `required_taints` are taints that a worker must have; `preferred_taints` maps some to weights.
+    """
 
     labels: Annotated[dict[Name, Name], Meta(max_length=256)] = {}
+    required_taints: Annotated[list[Name], Meta(max_length=256)] = []
+    preferred_taints: Annotated[dict[Name, float], Meta(max_length=256)] = {}
     allow: Annotated[list[Name], Meta(max_length=4096)] = []
     exclude: Annotated[list[Name], Meta(max_length=4096)] = []
 
@@ -76,6 +90,7 @@ class Nvext(Struct):
     prefill_worker_id: Name | int | None = None
     decode_worker_id: Name | int | None = None
     dp_rank: NonNegative | None = None
+    prefill_dp_rank: NonNegative | None = None
     max_thinking_tokens: NonNegative | None = None
     use_raw_prompt: bool | None = None
     greed_sampling: bool | None = None
@@ -101,10 +116,18 @@ def apply_nvext(request: GenerateRequest, nvext: Nvext) -> None:
         where = f"nvext.retention[{error.index}].end"
         raise InvalidRequest(f"`{where}` must be greater than `start`.", where) from error
     request.retain_prompt(nvext.cache_control.ttl_s() if nvext.cache_control else None)
+    request.retain_prompt(nvext.session_control.ttl_s() if nvext.session_control else None)
     request.speculative = bool(nvext.agent_hints and nvext.agent_hints.speculative_prefill)
     request.policy = nvext.policy
     request.overrides = nvext.router_config_override or {}
-    request.extra_fields = _extra_fields(nvext.extra_fields or [])
+    request.extra_fields = frozenset(nvext.extra_fields or ()) & _EXTRA_FIELDS
+    if nvext.max_thinking_tokens is not None:
+        request.thinking_budget = nvext.max_thinking_tokens
+
+
+def annotations_of(nvext: Nvext | None) -> frozenset[str]:
+    """The annotations that a stream is to have."""
+    return frozenset(nvext.annotations or ()) & _ANNOTATIONS if nvext is not None else frozenset()
 
 
 def _raw(request: GenerateRequest) -> str:
@@ -113,23 +136,29 @@ def _raw(request: GenerateRequest) -> str:
     return "".join(getattr(block, "text", "") for block in blocks)
 
 
-def ignored_fields(body: bytes, known: type[Struct]) -> list[str]:
+def ignored_fields(body: bytes, known: type[Struct], annotates: bool = False) -> list[str]:
     """Paths of the fields of the body that have no effect, those of `nvext` last.
 
-    At most `MAX_IGNORED` of each.
+    At most `MAX_IGNORED` of each. `annotates`: the API has annotations in its streams.
     """
     decoded = decode_part(body, "")
     extension = decoded.pop("nvext", None)
     found = sorted(islice(unknown_fields(decoded, known), MAX_IGNORED))
     if isinstance(extension, dict):
-        unknown = [*unknown_fields(extension, Nvext), *(f for f in NO_EFFECT if f in extension)]
+        shown = _ANNOTATIONS if annotates and decoded.get("stream") else frozenset[str]()
+        unknown = [
+            *unknown_fields(extension, Nvext),
+            *_unknown_names(extension, "extra_fields", _EXTRA_FIELDS),
+            *_unknown_names(extension, "annotations", shown),
+        ]
         found += [f"nvext.{name}" for name in sorted(unknown)[:MAX_IGNORED]]
     return found
 
 
-def _extra_fields(names: list[str]) -> frozenset[str]:
-    for name in names:
-        if name not in EXTRA_FIELDS:
-            param = "nvext.extra_fields"
-            raise InvalidRequest(f"`{param}`: {name!r} is none of {', '.join(EXTRA_FIELDS)}", param)
-    return frozenset(names)
+def _unknown_names(extension: dict[str, Any], field: str, known: frozenset[str]) -> list[str]:
+    """Paths of the names in a list of names that have no effect."""
+    return [
+        f"{field}[{index}]"
+        for index, name in enumerate(extension.get(field) or ())
+        if name not in known
+    ]

@@ -2,8 +2,11 @@
 
 from typing import Any
 
-from kvmesh.frontend.apis.base import AnswerSummary, Usage, json_encode
+from msgspec import Struct
+
+from kvmesh.frontend.apis.base import AnswerSummary, SoFar, Usage, json_encode
 from kvmesh.frontend.apis.faults import INVALID_VALUE
+from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import STATUS, ApiError, Kind
 
 TYPES: dict[Kind, str] = {
@@ -24,6 +27,12 @@ TYPES: dict[Kind, str] = {
 OVERLOADED = 429
 KEEPALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+WORKER_ID = "worker_id"
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 def status_of(error: ApiError) -> int:
@@ -71,12 +80,58 @@ def event(value: dict[str, Any]) -> bytes:
     return b"data: " + json_encode(value) + b"\n\n"
 
 
-def ending(common: dict[str, Any], summary: AnswerSummary, include_usage: bool) -> bytes:
-    """The last events of a stream: what the client asked to know of the whole, and the mark."""
-    last: dict[str, Any] = {**common, "choices": []}
-    if include_usage:
-        last["usage"] = usage_object(summary.usage)
-    if summary.nvext is not None:
-        last["nvext"] = summary.nvext
-    wanted = include_usage or summary.nvext is not None
-    return (event(last) if wanted else b"") + DONE
+class ChunkExtras:
+    """Fields of a stream's chunks beside their choices: usage, and `nvext`.
+
+    The worker is in the first chunk that is sent once it is known, all of `nvext` in the last one
+    with choices. With `continuous_usage_stats` each chunk has the usage so far.
+    """
+
+    def __init__(self, request: GenerateRequest, options: StreamOptions | None) -> None:
+        self.include_usage = bool(options and options.include_usage)
+        self._continuous = bool(options and options.continuous_usage_stats)
+        self._so_far: SoFar | None = None
+        self._worker = WORKER_ID in request.extra_fields
+        self.pending = self._continuous or self._worker
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """The fields of each chunk that do not change."""
+        return {"usage": None} if self.include_usage and not self._continuous else {}
+
+    def begin(self, so_far: SoFar | None) -> None:
+        self._so_far = so_far
+        self.pending = self.pending and so_far is not None
+
+    def next(self) -> dict[str, Any]:
+        """The fields of the next chunk, while they are `pending`."""
+        if not self.pending or self._so_far is None:
+            return {}
+        summary, found = self._so_far(), dict[str, Any]()
+        if self._continuous:
+            found["usage"] = usage_object(summary.usage)
+        worker = (summary.nvext or {}).get(WORKER_ID)
+        if self._worker and worker and worker["instance"]:
+            found["nvext"] = {WORKER_ID: worker}
+            self._worker, self.pending = False, self._continuous
+        return found
+
+    def last(self, summary: AnswerSummary) -> dict[str, Any]:
+        """The fields of the last chunk with choices."""
+        usage = {"usage": usage_object(summary.usage)} if self._continuous else {}
+        return usage if summary.nvext is None else {**usage, "nvext": summary.nvext}
+
+
+def ending(
+    chunks: list[dict[str, Any]],
+    extras: ChunkExtras,
+    summary: AnswerSummary,
+    common: dict[str, Any],
+) -> bytes:
+    """The end of a stream: the last chunk of each choice, the usage if asked for, and the mark."""
+    if chunks:
+        chunks[-1] = {**chunks[-1], **extras.last(summary)}
+    found = b"".join(map(event, chunks))
+    if extras.include_usage:
+        found += event({**common, "choices": [], "usage": usage_object(summary.usage)})
+    return found + DONE

@@ -6,10 +6,11 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import Hints, Placement
+from kvmesh.bus.messages import TAINT, Hints, Placement
 from kvmesh.frontend.apis.agent_kinds import agent_kind, is_load_generator
 from kvmesh.frontend.apis.base import Headers
 from kvmesh.frontend.apis.nvext import (
+    MAX_INT,
     AgentContext,
     AgentHints,
     Nvext,
@@ -21,14 +22,28 @@ from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.namespaces import check_name
 
 HEADER_PREFIXES = ("x-kvmesh-", "x-dynamo-")
-HEADERS = frozenset(
-    (
-        *("priority", "strict-priority", "osl", "fair-class", "policy"),
-        *("session-id", "parent-session-id", "session-final", "session-ephemeral"),
-        "load-test",
-        *("worker-instance-id", "dp-rank"),
-    )
-)
+# Each hint with further names that Dynamo has for it, the first of which counts.
+HINTS: dict[str, tuple[str, ...]] = {
+    "priority": ("x-dynamo-request-priority",),
+    "strict-priority": ("x-dynamo-request-strict-priority",),
+    "osl": (),
+    "fair-class": ("x-dynamo-meta-policy-class",),
+    "policy": (),
+    "session-id": (),
+    "parent-session-id": (),
+    "session-final": (),
+    "session-ephemeral": (),
+    "load-test": (),
+    "worker-instance-id": ("x-worker-instance-id",),
+    "dp-rank": ("x-dp-rank", "x-data-parallel-rank"),
+    "prefill-instance-id": ("x-prefill-instance-id",),
+    "prefill-dp-rank": ("x-prefill-dp-rank",),
+}
+HEADERS = {
+    hint: (*(prefix + hint for prefix in HEADER_PREFIXES), *others)
+    for hint, others in HINTS.items()
+}
+_OF_HINTS = frozenset(name for names in HEADERS.values() for name in names)
 MAX_ID = 512
 _NO_NVEXT, _NO_AGENT_HINTS, _NO_AGENT_CONTEXT = Nvext(), AgentHints(), AgentContext()
 _NUMBER = re.compile(r"[+-]?[0-9]{1,9}")
@@ -48,7 +63,7 @@ def apply_hints(
     nvext = nvext or _NO_NVEXT
     apply_nvext(request, nvext)
     headers = _plain(headers)
-    own = {name: text for name, text in headers.items() if name.startswith(HEADER_PREFIXES)}
+    own = {name: text for name, text in headers.items() if name in _OF_HINTS}
     tenant = headers.get("x-tenant-id")
     if tenant:
         check_name(tenant, "x-tenant-id")
@@ -82,10 +97,10 @@ def _hints(headers: Headers, own: Headers, nvext: Nvext, cache_key: str | None) 
     if fair_class:
         check_name(fair_class, "x-kvmesh-fair-class")
     return Hints(
-        priority=_int(own, "priority", agent.priority or 0),
-        strict_priority=max(_int(own, "strict-priority", agent.strict_priority or 0), 0),
-        latency_sensitivity=agent.latency_sensitivity or 0.0,
-        osl=_int(own, "osl", agent.osl or 0) or None,
+        priority=_clip(_int(own, "priority", agent.priority or 0), -MAX_INT),
+        strict_priority=_clip(_int(own, "strict-priority", agent.strict_priority or 0)),
+        latency_sensitivity=min(max(agent.latency_sensitivity or 0.0, 0.0), 1.0),
+        osl=_clip(_int(own, "osl", agent.osl or 0)) or None,
         session=_checked_id(session.id or named),
         parent_session=_checked_id(parent),
         forked_from=origin_of(headers),
@@ -130,21 +145,38 @@ def _claude(session: str, headers: Headers) -> SessionHint:
 
 def _placement(own: Headers, nvext: Nvext) -> Placement:
     constraints = nvext.routing_constraints or RoutingConstraints()
-    wanted = nvext.backend_instance_id
-    instance = _header(own, "worker-instance-id") or (None if wanted is None else str(wanted))
-    rank = _int(own, "dp-rank", -1 if nvext.dp_rank is None else nvext.dp_rank)
+    instance = _instance(own, "worker-instance-id", nvext.backend_instance_id)
+    taints = [*constraints.required_taints, *constraints.preferred_taints]
     return Placement(
-        instance=instance,
-        rank=None if rank < 0 else rank,
+        instance=instance or _instance(own, "worker-instance-id", nvext.decode_worker_id),
+        rank=_rank(own, "dp-rank", nvext.dp_rank),
         exclude=constraints.exclude,
         allow=constraints.allow,
         labels=constraints.labels,
+        tolerate=taints,
+        taints=constraints.required_taints,
+        prefer={TAINT + name: weight for name, weight in constraints.preferred_taints.items()},
+        prefill=_instance(own, "prefill-instance-id", nvext.prefill_worker_id),
+        prefill_rank=_rank(own, "prefill-dp-rank", nvext.prefill_dp_rank),
     )
 
 
+def _instance(own: Headers, header: str, field: str | int | None) -> str | None:
+    return _header(own, header) or (None if field is None else str(field))
+
+
+def _rank(own: Headers, header: str, field: int | None) -> int | None:
+    rank = _int(own, header, -1 if field is None else field)
+    return None if rank < 0 else rank
+
+
+def _clip(value: int, low: int = 0) -> int:
+    return min(max(value, low), MAX_INT)
+
+
 def _header(own: Headers, name: str) -> str | None:
-    for prefix in HEADER_PREFIXES if own else ():
-        value = own.get(prefix + name)
+    for header in HEADERS[name] if own else ():
+        value = own.get(header)
         if value:
             return value
     return None
@@ -153,11 +185,10 @@ def _header(own: Headers, name: str) -> str | None:
 def unknown_headers(headers: Headers) -> list[str]:
     """The headers of hints that have no effect, since no hint has such a name."""
     names = (name.lower() for name in headers)
-    prefixed = ((name, name.partition("-")[2].partition("-")[2]) for name in names)
     return sorted(
         f"header {name}"
-        for name, hint in prefixed
-        if name.startswith(HEADER_PREFIXES) and hint not in HEADERS
+        for name in names
+        if name.startswith(HEADER_PREFIXES) and name not in _OF_HINTS
     )
 
 

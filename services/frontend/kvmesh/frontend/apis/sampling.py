@@ -1,5 +1,6 @@
 """Sampling fields of the OpenAI APIs, and their translation into the internal form."""
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -70,8 +71,9 @@ class SamplingBody(Struct, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | list[str | int] | None = None
     stop_token_ids: list[int] | None = None
+    return_tokens_as_token_ids: bool | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
     structured_outputs: Any = None
@@ -113,19 +115,27 @@ def to_sampling(body: SamplingBody, max_tokens: int | None, logprobs: int | None
         repetition_penalty=_or(body.repetition_penalty, 1.0),
         seed=body.seed,
         stop=stop_strings(body.stop, "stop"),
-        stop_token_ids=body.stop_token_ids or [],
+        stop_token_ids=_stop_tokens(body),
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
         logit_bias=_bias(body.logit_bias or {}),
     )
 
 
-def stop_strings(stop: str | list[str] | None, param: str) -> list[str]:
-    stops = [stop] if isinstance(stop, str) else stop or []
-    check_length(len(stops), 0, MAX_STOPS, param)
+def stop_strings(stop: str | Sequence[str | int] | None, param: str) -> list[str]:
+    """The texts among stops, which may also be ids of tokens."""
+    given = [stop] if isinstance(stop, str) else stop or []
+    check_length(len(given), 0, MAX_STOPS, param)
+    stops = [text for text in given if isinstance(text, str)]
     if sum(map(len, stops)) > MAX_STOP:
         raise InvalidRequest(f"`{param}` is longer than {MAX_STOP} characters.", param)
     return [text for text in stops if text]
+
+
+def _stop_tokens(body: SamplingBody) -> list[int]:
+    """The ids of tokens that end the answer, in the field of their own and among `stop`."""
+    stops = body.stop if isinstance(body.stop, list) else []
+    return [*(body.stop_token_ids or []), *(each for each in stops if isinstance(each, int))]
 
 
 def check_special_tokens(add: bool | None) -> None:
@@ -141,7 +151,7 @@ def _check(body: SamplingBody) -> None:
             check_range(value, low, high, param)
     for param, given in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
         check_length(len(given or ()), 0, MAX_BIASED, param)
-    for token in body.stop_token_ids or []:
+    for token in _stop_tokens(body):
         check_range(token, 0, (1 << 32) - 1, "stop_token_ids")
 
 

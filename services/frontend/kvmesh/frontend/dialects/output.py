@@ -145,6 +145,22 @@ class OutputGrammar(Struct, frozen=True):
             return "none"
         return "expected" if reasoning.forced else "possible"
 
+    def end_of_thinking(self, prompt: str, constrained: bool) -> str:
+        """The text that ends thinking and begins the answer; empty if the family has none.
+
+        With several marks, it is that of the mark with which the prompt has begun the thinking.
+        Nothing may stand before a `constrained` answer.
+        """
+        if self.harmony:
+            return harmony.ANSWER
+        reasoning = self.reasoning
+        if reasoning is None:
+            return ""
+        begun = [i for i, mark in enumerate(reasoning.begin) if prompt.rstrip().endswith(mark)]
+        same = len(reasoning.begin) == len(reasoning.end)
+        end = reasoning.end[begun[0] if begun and same else 0]
+        return end if constrained else f"{end}\n\n"
+
     def tail_of(self, text: str) -> str:
         """The end of a prompt that continues the answer `text`, as `begins_thinking` takes it.
 

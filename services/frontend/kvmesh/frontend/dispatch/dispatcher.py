@@ -332,9 +332,14 @@ class Dispatcher:
             await stream.ended.wait()
             end_attempt(stream)
             self._workers.inbox.remove(stream)
+            if task.prepared.request.thinking_budget is not None:
+                task.consumer()  # which may redirect a stream that has come to its end
             if stream.finish is not None:
                 break
             self._end_attempt(task)
+            if stream.redirected:
+                await self._redirect(task)
+                continue
             self._blame(stream, stream, stream.loss)
             if migrations == self._settings.migration_limit:
                 raise Unavailable(f"The worker was lost: {stream.lost}")
@@ -349,6 +354,25 @@ class Dispatcher:
         self._workers.cancel(task.stream)
         self._events.event(task.model, SeqFree(task.stream.attempt))
 
+    async def _redirect(self, task: SequenceTask) -> None:
+        """Go on after the tokens of a stream that were changed, mostly where their KV is."""
+        stream = task.stream
+        stream.redirected = False
+        task.consumer()
+        if len(stream.tokens) >= task.prepared.max_tokens:
+            stream.stop("length")
+            return
+        self._extend(task)
+        await self._dispatch(task)
+
+    def _extend(self, task: SequenceTask) -> None:
+        """Have the prompt continue with the tokens so far, for the next attempt."""
+        state, block_size = task.dispatch, task.prepared.model.card.block_size
+        state.extended = _extended(task.prompt, task.stream.tokens, block_size)
+        state.exclude, state.refused = [], False
+        state.handoff = state.wake_deadline = None
+        state.deadline = self._loop.time() + self._placement_timeout(task)
+
     async def _migrate(self, task: SequenceTask) -> None:
         stream, state = task.stream, task.dispatch
         log.warning(
@@ -359,11 +383,8 @@ class Dispatcher:
         if len(stream.tokens) >= task.prepared.max_tokens:
             stream.stop("length")
             return
-        block_size = task.prepared.model.card.block_size
-        state.extended = _extended(task.prompt, stream.tokens, block_size)
-        state.exclude, state.refused = [stream.instance], False
-        state.handoff = state.wake_deadline = None
-        state.deadline = self._loop.time() + self._placement_timeout(task)
+        self._extend(task)
+        state.exclude = [stream.instance]
         state.migration = task.span.child(names.MIGRATION)
         try:
             await self._dispatch(task)

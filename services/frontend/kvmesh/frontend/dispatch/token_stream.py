@@ -38,7 +38,8 @@ class TokenStream:
     message of the current attempt, `ended` when the attempt is over. `device_s` is the device time
     of the current attempt, as far as its worker has reported it, `earlier_device_s` that of others.
     `engine_wait_s` is the time in the queue of the engine that computed the prompt, if known.
-    `span` is that of the current attempt.
+    `span` is that of the current attempt. `redirected`: the next attempt goes on after other tokens
+    than the engine has generated.
     """
 
     __slots__ = (
@@ -64,6 +65,7 @@ class TokenStream:
         "lost",
         "prefill_cached",
         "received_at",
+        "redirected",
         "ref",
         "retention_outcomes",
         "span",
@@ -102,6 +104,7 @@ class TokenStream:
         self.earlier_device_s = 0.0
         self.engine_wait_s: float | None = None
         self.engine_done = False
+        self.redirected = False
         self.span: TraceSpan = NO_SPAN
         self.started: asyncio.Event = asyncio.Event()
         self.ended: asyncio.Event = asyncio.Event()
@@ -213,6 +216,22 @@ class TokenStream:
             self.lost, self.loss = reason, loss
             self.started.set()
             self.ended.set()
+
+    def redirect(self, count: int, tokens: list[int]) -> None:
+        """End the attempt to go on with `tokens` in place of those behind the first `count`.
+
+        A stream that has failed stays as it is.
+        """
+        if self.error is not None:
+            return
+        self.tokens = [*self.tokens[:count], *tokens]
+        self.inherited = min(self.inherited, len(self.tokens))
+        if self.logprobs:
+            self.logprobs = [*self.logprobs[:count], *({} for _ in tokens)]
+        self.redirected, self.finish = True, None
+        self.lost, self.loss = "another token was wanted", ""
+        self.started.set()
+        self.ended.set()
 
     def fail(self, error: ApiError) -> None:
         """End the sequence with `error`."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,6 +24,7 @@ from kvmesh.frontend.generation.nvext import nvext
 from kvmesh.frontend.generation.outcome import OutcomeReporter
 from kvmesh.frontend.generation.output import OutputPipeline
 from kvmesh.frontend.generation.text_logprobs import TextLogprobs
+from kvmesh.frontend.generation.thinking_budget import ThinkingBudget
 from kvmesh.frontend.generation.usage import Opening, UsageCounter
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest
 
@@ -71,6 +72,7 @@ class ActiveRequest:
         self.started = started
         self._dispatching: asyncio.Future[None] | None = None
         self._summary: AnswerSummary | None = None
+        self._waits = False
         self.prepared = prepared
         request = prepared.request
         count = len(prepared.prompts) * request.n
@@ -87,12 +89,14 @@ class ActiveRequest:
         answer = AnswerContext(
             renderer,
             sink,
-            _prefill_publisher(runner.events, prepared.model.card.name),
+            self._prefilled,
             Opening(renderer, self._counter),
             self.transcript,
         )
         self._choices = [
-            Choice(index, stream, self._pipelines[index], answer, logprobs[index])
+            Choice(
+                index, stream, self._pipelines[index], answer, logprobs[index], _budget(prepared)
+            )
             for index, stream in enumerate(streams)
         ]
         self.tasks = [
@@ -160,12 +164,16 @@ class ActiveRequest:
 
     def summary(self) -> AnswerSummary:
         """Usage and the requested `nvext` fields; final once the request has finished."""
+        self._summary = self.so_far()
+        return self._summary
+
+    def so_far(self) -> AnswerSummary:
+        """The summary of what there is of the answer."""
         facts = None
         if self.prepared.request.extra_fields:
             found = (p.stopped_by for p in self._pipelines if p.stopped_by is not None)
-            facts = nvext(self.tasks[0], self.started, next(found, None))
-        self._summary = AnswerSummary(self._counter.usage(), facts)
-        return self._summary
+            facts = nvext(self.tasks, self.started, next(found, None))
+        return AnswerSummary(self._counter.usage(), facts)
 
     def answer(self) -> list[Block]:
         """The blocks of the answer, in the order of generation, if it has calls or thinking.
@@ -206,8 +214,18 @@ class ActiveRequest:
         await self._runner.dispatcher.follow(task)
         last.append(self._choices[task.index].finish())
 
+    def _prefilled(self, stream: TokenStream) -> None:
+        """The prompt of an attempt is computed: its first tokens are there."""
+        self._runner.events.event(self.prepared.model.card.name, SeqPrefilled(stream.attempt))
+        if self._waits:
+            self._waits = False
+            self.prepared.model.metrics.waiting.dec()
+            self.prepared.model.metrics.generating.inc()
+
     async def __aenter__(self) -> "ActiveRequest":
         metrics.active.inc()
+        self._waits = True
+        self.prepared.model.metrics.waiting.inc()
         self.charge(self.prepared.prompt_tokens)
         return self
 
@@ -216,6 +234,8 @@ class ActiveRequest:
             self._dispatching.cancel()
             self._dispatching = None
         metrics.active.dec()
+        counted = self.prepared.model.metrics
+        (counted.waiting if self._waits else counted.generating).dec()
         self.charge(self._counter.output_tokens)
         if kind is not None and issubclass(kind, asyncio.CancelledError | ConnectionError):
             metrics.cancellations.labels(self.prepared.model.card.name).inc()
@@ -226,10 +246,6 @@ class ActiveRequest:
             if task.stream.instance:
                 calls = self._choices[task.index].calls
                 reporter.report(task, self.started, calls, tenant)
-
-
-def _prefill_publisher(events: SequenceEventPublisher, model: str) -> Callable[[TokenStream], None]:
-    return lambda stream: events.event(model, SeqPrefilled(stream.attempt))
 
 
 def _pipeline(prepared: PreparedRequest, parser: OutputParser | None = None) -> OutputPipeline:
@@ -249,7 +265,18 @@ def _logprobs(prepared: PreparedRequest) -> TextLogprobs | None:
         return None
     # text completions list the chosen token beside the most likely ones
     most = count if prepared.request.messages else count + 1
-    return TextLogprobs(_parser(prepared), prepared.model.dialect.token_texts, most)
+    texts, by_id = prepared.model.dialect.token_texts, prepared.request.token_names
+    return TextLogprobs(_parser(prepared), texts, most, by_id)
+
+
+def _budget(prepared: PreparedRequest) -> ThinkingBudget | None:
+    """The bound of the thinking, if there is one and the model's thinking can be ended."""
+    limit, form = prepared.request.thinking_budget, prepared.form
+    end = form.grammar.end_of_thinking(form.prompt, constrained=prepared.guided is not None)
+    if limit is None or not prepared.request.messages or not end:
+        return None
+    tokens = prepared.model.dialect.tokenizer.encode(end, add_special_tokens=False).ids
+    return ThinkingBudget(limit, tokens, form.begins_thinking)
 
 
 def _parser(prepared: PreparedRequest) -> OutputParser:

@@ -11,6 +11,7 @@ from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.frontend.generation.awaited import AnswerCalls
 from kvmesh.frontend.generation.output import OutputPipeline
 from kvmesh.frontend.generation.text_logprobs import TextLogprobs
+from kvmesh.frontend.generation.thinking_budget import ThinkingBudget
 
 
 class FrameSink(Protocol):
@@ -56,7 +57,8 @@ class Choice:
     """Renders new tokens of `stream` into the answer's sink at each `flush`.
 
     `calls` are the tool calls of the answer so far; `finished`: all of it is rendered. `logprobs`,
-    the parser of `pipeline`, is set if log-probabilities are requested.
+    the parser of `pipeline`, is set if log-probabilities are requested. While the thinking may
+    exceed its `budget`, tokens are rendered whether or not the reader keeps up.
     """
 
     def __init__(
@@ -66,7 +68,10 @@ class Choice:
         pipeline: OutputPipeline,
         answer: AnswerContext,
         logprobs: TextLogprobs | None = None,
+        budget: ThinkingBudget | None = None,
     ) -> None:
+        self._budget = budget
+        self._held = b""  # frames for a reader that does not keep up
         self._index = index
         self._stream = stream
         self._pipeline = pipeline
@@ -94,14 +99,17 @@ class Choice:
             self._prefilled = stream.attempt
             self._on_prefilled(stream)
         if self._sink.writable:
-            frame = self._render_tokens()
+            frame = self._held + self._render_tokens()
+            self._held = b""
             if frame:
                 self._sink.write(frame)
+        elif self._budget is not None:
+            self._held += self._render_tokens()
 
     def finish(self) -> bytes:
         """Return the last frames, whether or not the reader keeps up."""
         self.finished = True
-        frame = self._render_tokens()
+        frame = self._held + self._render_tokens()
         events = self._pipeline.finish()
         if self._logprobs is not None:
             settled = [*self._logprobs.settle(events), *self._logprobs.flush()]
@@ -113,8 +121,22 @@ class Choice:
         return frame + self._renderer.end(self._index, ending)
 
     def _render_tokens(self) -> bytes:
+        budget, frames = self._budget, b""
+        while budget is not None and self._rendered < len(self._stream.tokens):
+            before, room = self._rendered, budget.room(self._pipeline)
+            frames += self._render_next(room) if room else b""
+            following = self._stream.tokens[self._rendered :]
+            if budget.exceeded(self._pipeline, self._rendered - before, following):
+                self._stream.redirect(self._rendered, budget.end)
+            if not budget.open or self._pipeline.complete:
+                self._budget = budget = None
+        return frames + self._render_next(None)
+
+    def _render_next(self, count: int | None) -> bytes:
+        """Render the next tokens, at most `count`."""
         stream, pipeline, start = self._stream, self._pipeline, self._rendered
-        ids = [] if pipeline.complete else stream.tokens[start:]
+        end = None if count is None else start + count
+        ids = [] if pipeline.complete else stream.tokens[start:end]
         if not ids:
             return b""
         self._rendered = start + len(ids)

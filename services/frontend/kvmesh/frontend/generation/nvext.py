@@ -1,12 +1,13 @@
 """The `nvext` object of a response: worker, timing, cache and routing facts of a request."""
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from kvmesh.bus.messages import Candidate, Retain
+from kvmesh.bus.messages import Candidate, RankKey, Retain, instance_number
 from kvmesh.frontend.dispatch.task import SequenceTask
 from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.frontend.generation.accounts import account_of, loss_object
@@ -17,15 +18,20 @@ HONOURED = "honoured"
 UNKNOWN = "unknown"
 
 
-def nvext(task: SequenceTask, started: float, stopped_by: str | None) -> dict[str, Any]:
-    """The parts that `extra_fields` names, for the first sequence of a request."""
-    request = task.prepared.request
+def nvext(tasks: Sequence[SequenceTask], started: float, stopped_by: str | None) -> dict[str, Any]:
+    """The parts that `extra_fields` names, mostly for the first sequence of a request.
+
+    `started` is the request's arrival on the loop's clock.
+    """
+    task, request = tasks[0], tasks[0].prepared.request
     parts: dict[str, Callable[[], Any]] = {
-        "worker_id": lambda: _worker(task),
+        "worker_id": lambda: worker_ids(task),
         "timing": lambda: _timing(task, started),
         "cache": lambda: _cache(task),
         "routing": lambda: _routing(task),
         "stop_reason": lambda: stopped_by or task.stream.finish,
+        "detailed_finish_reason": lambda: _of_each([each.stream.finish for each in tasks]),
+        "completion_token_ids": lambda: _of_each([each.stream.tokens for each in tasks]),
         "ignored": lambda: request.ignored,
     }
     return {name: make() for name, make in parts.items() if name in request.extra_fields}
@@ -59,18 +65,50 @@ def retained_tokens(prompt: PromptTokens, stream: TokenStream, ttl_s: float) -> 
     return max(ends, default=0)
 
 
-def _worker(task: SequenceTask) -> dict[str, Any]:
-    routed = task.dispatch.routed
-    return {"instance": task.stream.instance, "dp_rank": routed.rank if routed else 0}
+def worker_ids(task: SequenceTask) -> dict[str, Any]:
+    """The worker that generates and the one that computed the prompt, also by their numbers."""
+    state, instance = task.dispatch, task.stream.instance
+    routed = state.routed
+    rank = RankKey(instance, routed.rank if routed else 0)
+    apart = routed is not None and state.handoff is not None
+    prefill = routed.prefill if routed is not None and apart and routed.prefill else rank
+    return {
+        "instance": instance,
+        "dp_rank": rank.rank,
+        "prefill_worker_id": instance_number(prefill.instance),
+        "prefill_dp_rank": prefill.rank,
+        "decode_worker_id": instance_number(instance),
+        "decode_dp_rank": rank.rank,
+    }
 
 
 def _timing(task: SequenceTask, started: float) -> dict[str, Any]:
-    now = asyncio.get_running_loop().time()
-    first = task.stream.first_token_at
+    """Milliseconds, and the arrival as Unix time in milliseconds."""
+    now, stream = asyncio.get_running_loop().time(), task.stream
+    first, count = stream.first_token_at, len(stream.tokens)
+    total, ttft = now - started, None if first is None else first - started
+    waited = task.dispatch.began - started + task.dispatch.route_s + (stream.engine_wait_s or 0.0)
+    computed = None if ttft is None else max(ttft - waited, 0.0)
+    between = (now - first) / (count - 1) if first is not None and count > 1 else None
     return {
-        "ttft_ms": None if first is None else round((first - started) * 1000, 3),
-        "total_ms": round((now - started) * 1000, 3),
+        "request_received_ms": round((time.time() - total) * 1000),
+        "prefill_wait_time_ms": None if ttft is None else _ms(min(waited, ttft)),
+        "prefill_time_ms": _ms(computed),
+        "ttft_ms": _ms(ttft),
+        "itl_ms": _ms(between),
+        "total_ms": _ms(total),
+        "total_time_ms": _ms(total),
+        "kv_hit_rate": round(sum(stream.cached or []) / task.prompt.count, 6),
     }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)
+
+
+def _of_each(values: list[Any]) -> Any:
+    """The value of the only choice, or the list of those of all choices."""
+    return values if len(values) > 1 else values[0]
 
 
 def _cache(task: SequenceTask) -> dict[str, Any]:

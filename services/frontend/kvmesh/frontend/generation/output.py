@@ -36,6 +36,12 @@ class OutputPipeline:
         self._undecided = 0  # tokens after the last thinking, which may belong to it
         self.reasoning_tokens = 0
         self.complete = False
+        self.began = False  # there were events
+
+    @property
+    def thinks(self) -> bool:
+        """True if the last event was thinking."""
+        return self._thinks
 
     @property
     def stopped_by(self) -> str | None:
@@ -51,6 +57,7 @@ class OutputPipeline:
             if self._thinks:
                 self._undecided += len(ids)
             return events
+        self.began = True
         if len(events) > 1 or type(events[0]) is ThinkingDelta:
             self._count(events, ids, text)
         elif self._thinks:

@@ -37,13 +37,16 @@ class TextLogprobs:
     """A parser that passes on the events of `parser` and notes which tokens their text is from.
 
     Call `add` before each token is fed, `settle` with the events that are shown, and `flush` at
-    the end. Each token lists at most `most` alternatives.
+    the end. Each token lists at most `most` alternatives. `by_id`: tokens are named by their ids.
     """
 
-    def __init__(self, parser: OutputParser, texts: TokenTexts, most: int) -> None:
+    def __init__(
+        self, parser: OutputParser, texts: TokenTexts, most: int, by_id: bool = False
+    ) -> None:
         self._parser = parser
         self._texts = texts
         self._most = most
+        self._by_id = by_id
         self._unread: list[LoggedToken] = []  # tokens that have completed no text
         self._carried = b""  # bytes of read tokens that have completed no text
         self._tokens: deque[LoggedToken] = deque()  # tokens with bytes that may be shown
@@ -224,6 +227,9 @@ class TextLogprobs:
         top = []
         for other, value in ranked:
             raw = self._texts.token_bytes(other)
-            top.append(TopLogprob(raw.decode(errors="replace"), value, list(raw)))
+            top.append(TopLogprob(self._name(other, raw), value, list(raw)))
         value = known.get(token.id, -9999.0)
-        return TokenLogprob(shown.decode(errors="replace"), value, list(shown), top)
+        return TokenLogprob(self._name(token.id, shown), value, list(shown), top)
+
+    def _name(self, token: int, data: bytes) -> str:
+        return f"token_id:{token}" if self._by_id else data.decode(errors="replace")

@@ -5,9 +5,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
+from msgspec.structs import replace
 
+from kvmesh.bus.client import Bus
 from kvmesh.bus.promptness import Promptness
-from kvmesh.frontend.apis.base import Api, ApiCall, ConversationThread, RequestStamp
+from kvmesh.frontend.apis.base import (
+    AnswerSummary,
+    Api,
+    ApiCall,
+    ConversationThread,
+    Ending,
+    RequestStamp,
+    Usage,
+)
+from kvmesh.frontend.apis.messages.compaction import after_summary
 from kvmesh.frontend.auth.admission import Admission
 from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.conversation import GenerateRequest
@@ -17,6 +28,7 @@ from kvmesh.frontend.failure_log import log_failure
 from kvmesh.frontend.generation.active_request import DISCARD, ActiveRequest, RequestRunner
 from kvmesh.frontend.generation.shadows import ShadowTraffic
 from kvmesh.frontend.http.bodies import JSON, LARGE, internal_error
+from kvmesh.frontend.http.dynamo.annotations import annotations
 from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory
 from kvmesh.frontend.http.middleware import Caller, Handler, caller_of
 from kvmesh.frontend.http.request_id import stamp_of
@@ -31,12 +43,16 @@ from kvmesh.frontend.http.responses.history import StoredHistory
 from kvmesh.frontend.http.responses.log import EventRecord, RunHead, events
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.sse import EventStream, StreamSupervisor
-from kvmesh.frontend.models import ModelRegistry
+from kvmesh.frontend.models import ModelRegistry, ServedModel
 from kvmesh.frontend.preprocess.conversation_key import sticky_key
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
+from kvmesh.frontend.sessions.compaction import Compactor
 from kvmesh.frontend.sessions.hooks import SessionHooks
+from kvmesh.frontend.turn_memo import NO_MEMO
 from kvmesh.settings.schema import FrontendSettings
 from kvmesh.tracing.names import STORE_RESPONSE
+
+NO_USAGE = Usage(prompt=0, cached=0, stored=0, output=0)
 
 
 @dataclass(frozen=True)
@@ -56,6 +72,7 @@ class Dependencies:
     admission: Admission
     background: BackgroundResponses
     shadows: ShadowTraffic
+    bus: Bus
 
 
 class GenerateEndpoint:
@@ -66,6 +83,7 @@ class GenerateEndpoint:
         self._dependencies = dependencies
         threads = dependencies.preprocessor.threads
         self._history = StoredHistory(dependencies.responses, threads)
+        self._compactor = Compactor(dependencies.preprocessor, dependencies.runner)
 
     def handler(self, api: Api) -> Handler:
         async def act(call: EndpointCall[ApiCall]) -> web.StreamResponse:
@@ -97,8 +115,13 @@ class GenerateEndpoint:
     ) -> web.StreamResponse:
         request = call.request
         prepared = await self._prepare(call, caller)
-        hooked = self._dependencies.session_hooks.begin(prepared)
         stream = EventStream(http) if request.stream else None
+        if prepared.compacts and call.compacted is not None:
+            compacted = await self._compact(stream, api, call, caller, prepared)
+            if not isinstance(compacted, PreparedRequest):
+                return compacted
+            prepared = compacted
+        hooked = self._dependencies.session_hooks.begin(prepared)
         run, account = self._dependencies.runner.run, caller.account
         active = run(prepared, call.renderer, caller.started, stream or DISCARD, account)
         caller.active = active
@@ -122,10 +145,64 @@ class GenerateEndpoint:
         model, adapter = registry.resolve_for(request, sticky_key)
         caller.model = request.target or request.model
         caller.shadows = self._dependencies.shadows.copies(request)
+        self._name_workers(request, model)
         prepared = await self._dependencies.preprocessor.prepare(request, model, adapter)
         describe(prepared)
         model.metrics.prompt_tokens.inc(prepared.prompt_tokens)
         return prepared
+
+    def _name_workers(self, request: GenerateRequest, model: ServedModel) -> None:
+        """Replace the numbers of workers by the names of their instances."""
+        placement, name = request.placement, model.card.name
+        instances = {"instance": placement.instance, "prefill": placement.prefill}
+        known = {
+            field: self._dependencies.registry.instance_of(name, each)
+            for field, each in instances.items()
+            if each is not None
+        }
+        if known:
+            request.placement = replace(placement, **known)
+
+    async def _compact(
+        self,
+        stream: EventStream | None,
+        api: Api,
+        call: ApiCall,
+        caller: Caller,
+        prepared: PreparedRequest,
+    ) -> PreparedRequest | web.StreamResponse:
+        """Have the conversation summarized; the request behind that, or the whole response.
+
+        A stream opens before, and gets keep-alives meanwhile.
+        """
+        request, dependencies = call.request, self._dependencies
+        if stream is not None:
+            await stream.open(call.renderer.begin(), lambda: None)
+            dependencies.stream_supervisor.add(stream, api.keepalive, lambda: None)
+        try:
+            summary, usage = await self._compactor.summarize(
+                prepared, caller.account, caller.started
+            )
+            edits = request.context_edits
+            if not summary or call.compacted is None or edits is None or edits.compact is None:
+                return prepared
+            call.compacted(summary, usage, edits.compact.pauses)
+            if not edits.compact.pauses:
+                request.messages, request.memo = after_summary(request, summary), NO_MEMO
+                return await self._prepare(call, caller)
+        except ApiError as error:
+            if stream is None:
+                raise
+            stream.failed = caller.failed = True
+            log_failure(error.kind, request.id, f"while its conversation was summarized, {error}")
+            return await stream.close(call.renderer.failed(error))
+        finally:
+            if stream is not None:
+                dependencies.stream_supervisor.remove(stream)
+        end, nothing = call.renderer.end(0, Ending("stop")), AnswerSummary(NO_USAGE)
+        if stream is not None:
+            return await stream.close(end + call.renderer.done(nothing))
+        return web.Response(body=call.renderer.whole(nothing), content_type=JSON)
 
     async def _in_background(self, api: Api, call: EndpointCall[ApiCall]) -> web.StreamResponse:
         """Start a response that goes on without its client; send its events, or how it begins."""
@@ -251,9 +328,16 @@ class GenerateEndpoint:
         self, stream: EventStream, api: Api, active: ActiveRequest, call: ApiCall
     ) -> web.StreamResponse:
         """Open the stream once workers accepted the request, or when a keep-alive is due."""
+        if stream.is_open:
+            self._dependencies.stream_supervisor.add(stream, api.keepalive, active.flush)
+            try:
+                return await stream.close(await self._last_frames(stream, active, call))
+            finally:
+                self._dependencies.stream_supervisor.remove(stream)
         await active.accepted(self._dependencies.settings.keepalive_s)
         try:
-            await stream.open(call.renderer.begin(), active.flush)
+            begun = call.renderer.begin(active.so_far)
+            await stream.open(annotations(active.prepared) + begun, active.flush)
             self._dependencies.stream_supervisor.add(stream, api.keepalive, active.flush)
             return await stream.close(await self._last_frames(stream, active, call))
         finally:

@@ -64,15 +64,15 @@ class InformationEndpoints:
     async def health(self, http: web.Request) -> web.Response:
         """Readiness, without a key; warnings name workers, so only admins see them."""
         missing = self._readiness.missing()
-        status: dict[str, object] = {"status": "ok"}
+        status: dict[str, object] = {"status": "healthy"}
         if missing:
-            status = {"status": "not_ready", "missing": missing}
+            status = {"status": "unhealthy", "missing": missing}
         if self._authenticator.is_admin(http.headers):
             status = with_warnings(status, self._warnings)
         return _json(status, 503 if missing else 200)
 
     async def live(self, _: web.Request) -> web.Response:
-        return _json({"status": "ok"})
+        return _json({"status": "live"})
 
     async def metrics(self, http: web.Request) -> web.Response:
         """Metrics of this process, with keys for admins only; `metrics_port` needs no key."""

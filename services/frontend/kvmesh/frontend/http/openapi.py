@@ -27,6 +27,7 @@ from kvmesh.frontend.apis.responses.body import ResponsesBody
 from kvmesh.frontend.apis.responses.tool_bodies import ResponsesToolBody
 from kvmesh.frontend.apis.tokens import DetokenizeBody, TokenizeBody
 from kvmesh.frontend.http.bodies import JSON
+from kvmesh.frontend.http.dynamo.busy_threshold import BusyThresholdBody
 from kvmesh.runtime.service import VERSION
 
 _MODULES = re.compile(r"\b(?:kvmesh|typing|msgspec)[\w.]*\.")
@@ -101,6 +102,10 @@ ENDPOINTS = [
     ),
     EndpointDescription("get", "/v1/models", "List the models that live workers serve"),
     EndpointDescription("get", "/v1/models/{id}", "One model"),
+    EndpointDescription("get", "/busy_threshold", "List the models' busy thresholds"),
+    EndpointDescription(
+        "post", "/busy_threshold", "Set or show a model's busy thresholds", BusyThresholdBody
+    ),
     EndpointDescription("get", "/health", "Readiness to serve requests"),
     EndpointDescription("get", "/live", "Liveness of the process"),
 ]

@@ -14,6 +14,7 @@ from kvmesh.frontend.apis.tokens import Tokenize
 from kvmesh.frontend.http import request_id
 from kvmesh.frontend.http.access_log import AccessEntry
 from kvmesh.frontend.http.bodies import awaits_reader
+from kvmesh.frontend.http.dynamo.busy_threshold import BusyThresholdEndpoints
 from kvmesh.frontend.http.endpoint import EndpointFactory
 from kvmesh.frontend.http.generate import Dependencies, GenerateEndpoint
 from kvmesh.frontend.http.intake.cors import CrossOrigin
@@ -70,6 +71,7 @@ def application(
         dependencies.background,
         partial(generate.resumer, GENERATING["/v1/responses"]),
     )
+    busy = BusyThresholdEndpoints(endpoints, dependencies.bus, dependencies.registry)
     information = InformationEndpoints(
         dependencies.registry, readiness, warnings, dependencies.authenticator
     )
@@ -104,6 +106,7 @@ def application(
             web.post("/v1/detokenize", tokenize.detokenize(), name="detokenize"),
             *stored.routes,
             *more,
+            *busy.routes,
             web.get("/", root),
             web.get("/v1/models", information.models, name="models"),
             web.get("/v1/models/{id:.+}", information.model, name="model"),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from kvmesh.frontend.apis.messages.context_management import CLEAR_THINKING, CLEAR_TOOL_USES
 from kvmesh.frontend.conversation import (
+    DEFAULT_COMPACT,
     Block,
     ClearToolUses,
     ContextEdits,
@@ -84,6 +85,14 @@ def apply_edits(
         *_applied(CLEAR_THINKING, "thinking_turns", turns, edits.original_tokens - between),
         *_applied(CLEAR_TOOL_USES, "tool_uses", uses, between - after),
     ]
+
+
+def note_compaction(request: GenerateRequest, tokens: int, context: int) -> None:
+    """Note whether a prompt of so many tokens exceeds the trigger of the request's compaction."""
+    edits = request.context_edits
+    if edits is not None and edits.compact is not None:
+        trigger = edits.compact.tokens or min(DEFAULT_COMPACT, context * 3 // 4)
+        edits.compacts = tokens > trigger
 
 
 def _applied(kind: str, what: str, count: int, tokens: int) -> list[dict[str, Any]]:

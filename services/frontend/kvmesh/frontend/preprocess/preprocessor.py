@@ -26,7 +26,7 @@ from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, scope_sessions
 from kvmesh.frontend.preprocess.attachments import readable
 from kvmesh.frontend.preprocess.conversation_key import conversation_key, inferred_session
-from kvmesh.frontend.preprocess.edited_prompt import PromptCounter, apply_edits
+from kvmesh.frontend.preprocess.edited_prompt import PromptCounter, apply_edits, note_compaction
 from kvmesh.frontend.preprocess.limits import (
     check_context,
     check_prompt_memory,
@@ -77,7 +77,8 @@ class PreparedRequest(Struct):
     the first prompt. `encoded` is the rendered conversation with its tokens until `comparison`
     compares it with the earlier prompt, one of the model `earlier_model` if that is another;
     `comparing` while it is looked up. `parts` are those of the conversation. `shown`: earlier
-    answers, as they were generated; `keeps_answer`: the answer is stored for that.
+    answers, as they were generated; `keeps_answer`: the answer is stored for that. `text` is that
+    of the prompt, if the stream annotates it.
     """
 
     request: GenerateRequest
@@ -97,10 +98,16 @@ class PreparedRequest(Struct):
     comparing: bool = False
     shown: ShownAnswers | None = None
     keeps_answer: bool = False
+    text: str = ""
 
     @property
     def prompt_tokens(self) -> int:
         return sum([prompt.count for prompt in self.prompts])
+
+    @property
+    def compacts(self) -> bool:
+        """True if the conversation is to be summarized first."""
+        return self.request.context_edits is not None and self.request.context_edits.compacts
 
     def computed_ahead(self, cached: int) -> ComputedAhead | None:
         """`ahead` with its use: the tokens among the first prompt's `cached` ones."""
@@ -177,6 +184,8 @@ class Preprocessor:
 
     def _arrange(self, request: GenerateRequest, model: ServedModel) -> None:
         """Bring the messages into the form that all later prompts show."""
+        if request.thinking_budget == 0:
+            request.thinking = False
         images, field, memo = model.card.images, request.content_field, request.memo
         shown = readable(request.messages, images, field, memo)
         request.messages = in_call_order(shown, memo)
@@ -219,6 +228,7 @@ class Preprocessor:
                 request, rendered_prompt, model, counted
             )
             packed = [encoded.tokens]
+            note_compaction(request, len(encoded.tokens) // TOKEN_BYTES, model.card.context)
             check_context(len(encoded.tokens) // TOKEN_BYTES, model.card.context)
             drops = model.dialect.template.drops_thinking(request)
             retention = yield from self._retention(request, model, encoded, drops)
@@ -250,6 +260,7 @@ class Preprocessor:
             and continued is None
             and bool(request.messages)
             and request.n == 1,
+            text=(text or _raw_text(request)) if request.annotations else "",
         )
 
     async def count(self, request: GenerateRequest, model: ServedModel) -> list[bytes]:
@@ -356,6 +367,12 @@ def render(request: GenerateRequest, model: ServedModel, plain: bool = False) ->
             f"The model's chat template refused the conversation: {error}", request.content_field
         ) from error
     return rendered._replace(text=_encodable(rendered.text))
+
+
+def _raw_text(request: GenerateRequest) -> str:
+    """The first prompt of a request without messages, if it is text."""
+    prompt = request.prompts[0] if request.prompts else ""
+    return prompt if isinstance(prompt, str) else ""
 
 
 def _encodable(text: str) -> str:

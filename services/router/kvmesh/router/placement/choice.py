@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvmesh.bus.messages import Candidate, RouteRequest, Thresholds
+from kvmesh.bus.messages import Candidate, Placement, RouteRequest, Thresholds
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.config import cost_model, thresholds
 from kvmesh.router.errors import InvalidRouteRequest, NoWorkers, RouterOverloaded
@@ -81,6 +81,7 @@ class RankChoice:
         choice = self._policies.choose(name, policy, candidates, model)
         prefill = None
         if self._table.disaggregated:
+            self._check_prefill(request.placement)
             candidates, choice, prefill = self._disaggregate(name, policy, candidates, choice)
         return ChosenRanks(name, first, candidates, choice, prefill)
 
@@ -162,11 +163,13 @@ class RankChoice:
 
         A prompt with few uncached tokens stays on one worker, and so does every prompt while each
         prefill rank has a backlog of more than `disagg_backlog` engine steps; unless the chosen
-        rank needs a handoff. Raises NoWorkers if it cannot get one.
+        rank needs a handoff or the request names another worker for the prompt. Raises NoWorkers if
+        it cannot get one.
         """
         request, size = candidates.request, self._table.block_size
-        slot = candidates.slots[choice.chosen]
-        required = self._table.needs_handoff(self._table.ranks[slot].instance)
+        chosen = self._table.ranks[candidates.slots[choice.chosen]].instance
+        required = self._table.needs_handoff(chosen)
+        required = required or request.placement.prefill not in (None, chosen)
         uncached = request.tokens - candidates.overlap[choice.chosen].sum() * size
         if uncached < self._settings.disagg_tokens and not required:
             return candidates, choice, None
@@ -174,11 +177,20 @@ class RankChoice:
         decode = self._candidates_for(candidates, "decode")
         if prefill is None or decode is None:
             if required:
-                raise NoWorkers("no prefill worker is available, and the decode workers need one")
+                raise NoWorkers("no prefill worker is available, and the prompt needs one")
             return candidates, choice, None
         first = self._policies.choose(name, policy, prefill, self._prefill_model)
         second = self._policies.choose(name, policy, decode, self._decode_model)
         return decode, second, to_wire(prefill, first)[0]
+
+    def _check_prefill(self, placement: Placement) -> None:
+        """Raise NoWorkers if the worker that is to compute the prompt does not exist."""
+        wanted = placement.prefill
+        if wanted not in (None, placement.instance):
+            serving = [card.instance for card in self._table.serving("prefill")]
+            if wanted not in serving:
+                reason = f"no instance of a prefill worker is called {wanted!r}"
+                raise NoWorkers(reason, "prefill_worker_id", unmet=True)
 
     def _candidates_for(
         self, candidates: Candidates, serves: Serves, any_backlog: bool = False

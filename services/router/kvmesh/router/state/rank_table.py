@@ -6,9 +6,11 @@ from math import inf
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvmesh.bus.discovery.compatibility import Compatibility
 from kvmesh.bus.messages import (
+    TAINT,
     Capacity,
     Instance,
     Placement,
@@ -22,7 +24,6 @@ from kvmesh.router.state.arrays import ZERO, Floats, Slots
 from kvmesh.router.state.kvbm_nodes import KvbmNodes
 from kvmesh.router.state.unmet import Unmet, unmet_constraint
 
-TAINT = "taint."
 USABLE_SHARE = 0.95  # of a rank's blocks; the rest is for running requests, whose outputs grow
 RECENT_MEMORIES = 4.0
 DECODE_MEMORY = 0.02  # weight of a request in the mean
@@ -326,21 +327,23 @@ class RankTable:
         if placement == _ANYWHERE and adapter is None:
             slots = self._unconstrained_slots.get(serves)
             if slots is None:
-                cards = [c for c in self._serving(serves) if _matches(c, placement, adapter)]
+                cards = [c for c in self.serving(serves) if _matches(c, placement, adapter)]
                 slots = self._unconstrained_slots[serves] = self._slots_of(cards)
             return slots
-        cards = [c for c in self._serving(serves) if _matches(c, placement, adapter)]
+        if serves == "prefill":
+            placement = replace(placement, instance=placement.prefill, rank=placement.prefill_rank)
+        cards = [c for c in self.serving(serves) if _matches(c, placement, adapter)]
         return self._slots_of(cards, placement.rank)
 
     def matching(self, placement: Placement) -> list[Instance]:
         """The cards of the workers that a request's constraints allow, whatever its adapter."""
-        return [c for c in self._serving("all") if _matches(c, placement, None)]
+        return [c for c in self.serving("all") if _matches(c, placement, None)]
 
     def why_not_eligible(self, placement: Placement, adapter: str | None) -> str | Unmet:
         """The reason why no slot is eligible, as text for the caller; or a constraint."""
         if not self.cards:
             return "no worker serves this model"
-        serving = self._serving("all")
+        serving = self.serving("all")
         if not serving:
             return "every worker of this model is draining or only prefills"
         if adapter is not None and not any(_has_adapter(card, adapter) for card in serving):
@@ -373,10 +376,14 @@ class RankTable:
         weights = np.zeros(len(slots))
         for at, slot in enumerate(slots.tolist()):
             labels = self.cards[self.ranks[slot].instance].labels
-            weights[at] = sum(prefer.get(f"{key}={value}", 0.0) for key, value in labels.items())
+            weights[at] = sum(
+                prefer.get(f"{key}={value}", 0.0) + prefer.get(key, 0.0)
+                for key, value in labels.items()
+            )
         return np.exp(-np.tanh(weights))
 
-    def _serving(self, serves: Serves) -> list[Instance]:
+    def serving(self, serves: Serves) -> list[Instance]:
+        """The cards of the workers with this role that take requests."""
         roles = ROLES[serves]
         return [c for c in self.cards.values() if c.serves in roles and not c.draining]
 
@@ -398,6 +405,8 @@ def _matches(card: Instance, placement: Placement, adapter: str | None) -> bool:
     if placement.allow and card.instance not in placement.allow:
         return False
     if any(k.startswith(TAINT) and k[len(TAINT) :] not in placement.tolerate for k in card.labels):
+        return False
+    if any(TAINT + taint not in card.labels for taint in placement.taints):
         return False
     return _has_adapter(card, adapter) and placement.labels.items() <= card.labels.items()
 

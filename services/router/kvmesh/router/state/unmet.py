@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvmesh.bus.messages import Instance, Placement
+from kvmesh.bus.messages import TAINT, Instance, Placement
 
 SHOWN = 3  # names in a text
 
@@ -28,6 +28,9 @@ def unmet_constraint(workers: Sequence[Instance], placement: Placement) -> Unmet
     for key, value in placement.labels.items():
         if all(card.labels.get(key) != value for card in named):
             return Unmet(f"no worker has the label {key}={value}{_values(workers, key)}")
+    for taint in placement.taints:
+        if all(TAINT + taint not in card.labels for card in named):
+            return Unmet(f"no worker has the taint {taint!r}")
     if placement.allow and not any(card.instance in placement.allow for card in named):
         return Unmet("none of the instances that `allow` lists serves this model")
     if all(card.instance in placement.exclude for card in named):

@@ -12,6 +12,7 @@ from kvmesh.frontend.apis.base import (
     Ending,
     Headers,
     RequestStamp,
+    SoFar,
     TokenLogprob,
     Usage,
     decode,
@@ -19,7 +20,7 @@ from kvmesh.frontend.apis.base import (
 )
 from kvmesh.frontend.apis.cache_ttl import cache_ttl_s
 from kvmesh.frontend.apis.chat.body import ChatBody, to_request, without_effect
-from kvmesh.frontend.apis.nvext import ignored_fields
+from kvmesh.frontend.apis.nvext import annotations_of, ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.transcript import PartKind, Transcript
 from kvmesh.frontend.apis.turns.bodies import TurnBody
@@ -34,6 +35,7 @@ from kvmesh.frontend.conversation import (
 )
 from kvmesh.frontend.errors import ApiError
 
+_OPEN = {"logprobs": None, "finish_reason": None}
 _decoder = msgspec.json.Decoder(ChatBody)
 
 
@@ -54,11 +56,14 @@ class Chat:
             cache_ttl_s(parsed.prompt_cache_retention, parsed.prompt_cache_options)
         )
         if "ignored" in request.extra_fields:
-            fields = [*ignored_fields(body, ChatBody), *without_effect(decode(_decoder, body))]
+            fields = [
+                *ignored_fields(body, ChatBody, True),
+                *without_effect(decode(_decoder, body)),
+            ]
             request.ignored += [*fields, *unknown_headers(headers)]
-        options = parsed.stream_options
-        include_usage = bool(options and options.include_usage)
-        return ApiCall(request, ChatAnswer(request, stamp.created, include_usage))
+        request.annotations = annotations_of(parsed.nvext)
+        extras = openai.ChunkExtras(request, parsed.stream_options)
+        return ApiCall(request, ChatAnswer(request, stamp.created, extras))
 
 
 class ChatChoice:
@@ -68,6 +73,7 @@ class ChatChoice:
     """
 
     def __init__(self, index: int, common: bytes) -> None:
+        self.index = index
         self.head = b"data: " + common + b',"choices":[{"index":%d,"delta":' % index
         self.text_head = self.head + b'{"content":'
         self.transcript = Transcript()
@@ -90,19 +96,20 @@ class ChatChoice:
 class ChatAnswer:
     """Renders chunks and the whole completion."""
 
-    def __init__(self, request: GenerateRequest, created: int, include_usage: bool) -> None:
+    def __init__(self, request: GenerateRequest, created: int, extras: openai.ChunkExtras) -> None:
         self._stream = request.stream
-        self._include_usage = include_usage
+        self._extras = extras
+        self._last: list[dict[str, Any]] = []  # chunks, one of each choice
         self._with_logprobs = request.sampling.logprobs is not None
         self._common = {"id": request.id, "created": created, "model": request.model}
-        usage = {"usage": None} if include_usage else {}
-        self._chunk_common = {"object": "chat.completion.chunk", **self._common, **usage}
+        self._chunk_common = {"object": "chat.completion.chunk", **self._common, **extras.common}
         common = json_encode(self._chunk_common)[:-1]
         self._choices = [ChatChoice(index, common) for index in range(request.n)]
         self._tail = b',"logprobs":null,"finish_reason":null}]}\n\n'
         self._text_tail = b"}" + self._tail
 
-    def begin(self) -> bytes:
+    def begin(self, so_far: SoFar | None = None) -> bytes:
+        self._extras.begin(so_far)
         first = {"role": "assistant", "content": "", "refusal": None}
         return b"".join(self._chunk(choice, first) for choice in self._choices)
 
@@ -118,7 +125,8 @@ class ChatAnswer:
             return b""
         if logprobs:
             return self._with_tokens(choice, events, logprobs)
-        if len(events) == 1 and type(events[0]) is TextDelta is state.last:
+        plain = not self._extras.pending
+        if plain and len(events) == 1 and type(events[0]) is TextDelta is state.last:
             return state.text_head + json_encode(events[0].text) + self._text_tail
         return b"".join([self._chunk(state, _delta(state, event)) for event in events])
 
@@ -132,7 +140,8 @@ class ChatAnswer:
         for delta in deltas:
             content = {"content": logprobs, "refusal": None} if logprobs else None
             entry = {"index": choice, "delta": delta, "logprobs": content, "finish_reason": None}
-            frames.append(openai.event({**self._chunk_common, "choices": [entry]}))
+            chunk = {**self._chunk_common, "choices": [entry], **self._extras.next()}
+            frames.append(openai.event(chunk))
             logprobs = []
         return b"".join(frames)
 
@@ -140,13 +149,13 @@ class ChatAnswer:
         state = self._choices[choice]
         called = state.calls or state.transcript.calls
         state.finish = "tool_calls" if ending.reason == "stop" and called else ending.reason
-        if not self._stream:
-            return b""
-        last = {"index": choice, "delta": {}, "logprobs": None, "finish_reason": state.finish}
-        return openai.event({**self._chunk_common, "choices": [last]})
+        if self._stream:
+            last = {"index": choice, "delta": {}, "logprobs": None, "finish_reason": state.finish}
+            self._last.append({**self._chunk_common, "choices": [last]})
+        return b""
 
     def done(self, summary: AnswerSummary) -> bytes:
-        return openai.ending(self._chunk_common, summary, self._include_usage)
+        return openai.ending(self._last, self._extras, summary, self._chunk_common)
 
     def failed(self, error: ApiError) -> bytes:
         return openai.event(openai.error_object(error)) + openai.DONE
@@ -172,7 +181,12 @@ class ChatAnswer:
         return {"content": choice.logprobs, "refusal": None}
 
     def _chunk(self, choice: ChatChoice, delta: dict[str, Any]) -> bytes:
-        return choice.head + json_encode(delta) + self._tail if delta else b""
+        if not delta:
+            return b""
+        if self._extras.pending:
+            entry = {"index": choice.index, "delta": delta, **_OPEN}
+            return openai.event({**self._chunk_common, "choices": [entry], **self._extras.next()})
+        return choice.head + json_encode(delta) + self._tail
 
 
 def _delta(choice: ChatChoice, event: AnswerEvent) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from kvmesh.frontend.apis.content.parts import Content, answer_blocks, content_b
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.content.tagged import Reading
 from kvmesh.frontend.apis.nvext import Nvext
-from kvmesh.frontend.apis.sampling import SamplingBody, to_sampling
+from kvmesh.frontend.apis.openai import StreamOptions
+from kvmesh.frontend.apis.sampling import MAX_TOKENS, SamplingBody, to_sampling
 from kvmesh.frontend.apis.tool_definitions import ToolDefinitions
 from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.conversation import (
@@ -112,10 +113,6 @@ class ChatToolBody(Struct):
 ToolList = list[Annotated[Raw, defined_as(ChatToolBody)]]
 
 
-class StreamOptions(Struct):
-    include_usage: bool | None = None
-
-
 class JsonSchema(Struct):
     name: str = ""
     schema: dict[str, Any] | None = None
@@ -179,6 +176,7 @@ class ChatBody(SamplingBody, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
+    thinking_token_budget: int | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: CacheRetention | None = None
     prompt_cache_options: CacheOptions | None = None
@@ -227,6 +225,8 @@ def to_request(body: ChatBody, request_id: str, turn: TurnBody) -> GenerateReque
         guided=guided(body.response_format),
         template_args=_arguments(body),
         thinking=_thinking(body),
+        thinking_budget=body.thinking_token_budget,
+        token_names=bool(body.return_tokens_as_token_ids),
         stream=bool(body.stream),
         n=body.n or 1,
         ignored=reading.skipped,
@@ -237,6 +237,7 @@ def _check(body: ChatBody, known: int) -> None:
     check_length(known + len(body.messages), 1, MAX_MESSAGES, "messages")
     check_length(len(body.tools or []), 0, MAX_TOOLS, "tools")
     check_range(body.n, 1, MAX_CHOICES, "n")
+    check_range(body.thinking_token_budget, 0, MAX_TOKENS, "thinking_token_budget")
     UNSUPPORTED.refuse(body)
     if any(modality != "text" for modality in body.modalities or ()):
         raise InvalidRequest("`modalities`: the model writes text only.", "modalities")

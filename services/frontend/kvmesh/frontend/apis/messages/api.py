@@ -14,6 +14,7 @@ from kvmesh.frontend.apis.base import (
     Ending,
     Headers,
     RequestStamp,
+    SoFar,
     TokenLogprob,
     Usage,
     json_encode,
@@ -95,7 +96,8 @@ def _without_effect(body: MessagesBody) -> list[str]:
         shown = thinking.display is not None and not omits_thinking(body)
         found += ["thinking.display"] if shown else []
         found += ["thinking.type"] if thinking.type not in SWITCHES else []
-        found += ["thinking.budget_tokens"] if thinking.budget_tokens is not None else []
+        bounds = thinking.budget_tokens is not None and not SWITCHES.get(thinking.type)
+        found += ["thinking.budget_tokens"] if bounds else []
     return found
 
 
@@ -124,7 +126,8 @@ class Messages:
         self, body: bytes, headers: Headers, stamp: RequestStamp, turn: TurnBody | None = None
     ) -> ApiCall:
         parsed, request = parse_body(body, headers, stamp, turn)
-        return ApiCall(request, MessagesAnswer(request, omits_thinking(parsed)))
+        answer = MessagesAnswer(request, omits_thinking(parsed))
+        return ApiCall(request, answer, compacted=answer.compacted)
 
 
 class CountTokens:
@@ -194,14 +197,39 @@ class MessagesAnswer:
         self._started = False
         self._called = False
         self._ending = Ending("stop")
+        self._summary: str | None = None
+        self._iterations: list[Usage] = []
+        self._paused = False
+        self._ahead = 0  # blocks before those of the transcript
 
-    def begin(self) -> bytes:
+    def compacted(self, summary: str, usage: Usage, pauses: bool) -> None:
+        """The answer begins with this summary, whose generation took `usage`.
+
+        With `pauses` it is the whole answer.
+        """
+        self._summary, self._ahead = summary, 1
+        self._iterations, self._paused = [usage], pauses
+
+    def begin(self, so_far: SoFar | None = None) -> bytes:
         """A comment; `message_start` needs the usage, which is known at the first token."""
         return ACCEPTED
 
     def started(self, usage: Callable[[], Usage]) -> bytes:
         self._started = True
-        return _event({"type": "message_start", "message": self._head(usage())})
+        start = _event({"type": "message_start", "message": self._head(usage())})
+        return start + self._compaction()
+
+    def _compaction(self) -> bytes:
+        """The events of the block with the summary, if there is one."""
+        if self._summary is None:
+            return b""
+        block = {"type": "compaction", "content": ""}
+        delta = {"type": "compaction_delta", "content": self._summary}
+        return (
+            _event({"type": "content_block_start", "index": 0, "content_block": block})
+            + _event({"type": "content_block_delta", "index": 0, "delta": delta})
+            + _event({"type": "content_block_stop", "index": 0})
+        )
 
     def _head(self, usage: Usage) -> dict[str, Any]:
         return {
@@ -243,19 +271,19 @@ class MessagesAnswer:
 
     def _start(self, part: TranscriptPart) -> bytes:
         self._open = part
-        index = len(self._transcript.parts) - 1
+        index = len(self._transcript.parts) - 1 + self._ahead
         block = _empty_block(part)
         return _event({"type": "content_block_start", "index": index, "content_block": block})
 
     def _delta(self, part: TranscriptPart, text: str) -> bytes:
-        head = TEXT_HEAD % (len(self._transcript.parts) - 1)
+        head = TEXT_HEAD % (len(self._transcript.parts) - 1 + self._ahead)
         return head + DELTAS[part.kind] + json_encode(text) + b"}}\n\n"
 
     def _close(self) -> bytes:
         part, self._open = self._open, None
         if part is None:
             return b""
-        index = self._transcript.parts.index(part)
+        index = self._transcript.parts.index(part) + self._ahead
         frames = b""
         if part.kind is transcript.PartKind.THINKING:
             delta = {"type": "signature_delta", "signature": self._signature(part)}
@@ -271,11 +299,22 @@ class MessagesAnswer:
     def done(self, summary: AnswerSummary) -> bytes:
         start = b"" if self._started else self.started(lambda: summary.usage)
         delta = {"stop_reason": self._reason(), "stop_sequence": self._ending.stop}
-        usage = usage_object(summary.usage)
+        usage = self._usage(summary.usage)
         last = {"type": "message_delta", "delta": delta, "usage": usage, **self._extra(summary)}
         return start + _event(last) + _event({"type": "message_stop"})
 
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        """The usage of the answer; with a summary also that of each generation, in order."""
+        found = usage_object(usage)
+        if not self._iterations:
+            return found
+        made = [{"type": "compaction", **usage_object(each)} for each in self._iterations]
+        own = [] if self._paused else [{"type": "message", **found}]
+        return {**found, "iterations": [*made, *own]}
+
     def _reason(self) -> str:
+        if self._paused:
+            return "compaction"
         if self._ending.stop is not None:
             return "stop_sequence"
         if self._ending.reason == "length":
@@ -289,12 +328,16 @@ class MessagesAnswer:
         return json_encode(
             {
                 **self._head(summary.usage),
-                "content": [self._whole_block(part) for part in self._transcript.parts],
+                "content": [*self._summaries(), *map(self._whole_block, self._transcript.parts)],
+                "usage": self._usage(summary.usage),
                 "stop_reason": self._reason(),
                 "stop_sequence": self._ending.stop,
                 **self._extra(summary),
             }
         )
+
+    def _summaries(self) -> list[dict[str, Any]]:
+        return [] if self._summary is None else [{"type": "compaction", "content": self._summary}]
 
     def _whole_block(self, part: TranscriptPart) -> dict[str, Any]:
         text = part.text

@@ -21,6 +21,7 @@ from kvmesh.frontend.conversation import (
     AttachedFile,
     Block,
     CacheControl,
+    ConversationSummary,
     Image,
     Message,
     ResultPart,
@@ -35,7 +36,7 @@ from kvmesh.retention.hints import CacheMark
 
 MAX_DEPTH = 4  # of blocks in blocks; each level is read once more
 _SHOWN = (Text, Image, AttachedFile)
-_OF_ANSWERS = (Thinking, ToolCall)
+_OF_ANSWERS = (Thinking, ToolCall, ConversationSummary)
 _OF_RESULTS = (*_OF_ANSWERS, ToolResult, ToolNotice)  # what results of tools do not hold
 _INDEX = re.compile(r"\.(\d+)")
 
@@ -126,8 +127,14 @@ class ToolRemovalBlock(Struct, tag="tool_removal"):
     tool: ChangedTool
 
 
+class CompactionBlock(Struct, tag="compaction"):
+    content: str | None = None
+    cache_control: CacheMark | None = None
+
+
 ContentBlock: TypeAlias = (
-    _Returned
+    CompactionBlock
+    | _Returned
     | ThinkingBlock
     | ToolUseBlock
     | ToolResultBlock
@@ -213,6 +220,8 @@ def _block(
         text = block.text or ""
         text = with_sources(text, block.citations) if block.citations else text
         return Text(text, cache_control(block.cache_control))
+    if isinstance(block, CompactionBlock):
+        return ConversationSummary(block.content or "", cache_control(block.cache_control))
     if isinstance(block, ToolUseBlock):
         if not block.name:
             raise missing(f"{where}.name")

@@ -18,6 +18,7 @@ from kvmesh.frontend.apis.messages.blocks import (
     to_messages,
 )
 from kvmesh.frontend.apis.messages.client_tools import OWN_TYPES, MessagesToolBody, listed
+from kvmesh.frontend.apis.messages.compaction import without_compacted
 from kvmesh.frontend.apis.messages.context_management import ContextManagement, to_edits
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.sampling import MAX_TOKENS, stop_strings
@@ -120,7 +121,7 @@ def to_request(body: MessagesBody, request_id: str, turn: TurnBody) -> GenerateR
         raise InvalidRequest(f"tools: more than {MAX_TOOLS} entries", "tools")
     UNSUPPORTED.refuse(body)
     choice, reading = body.tool_choice, MessagesReading()
-    messages = _messages(body, reading, turn)
+    messages = without_compacted(_messages(body, reading, turn))
     return GenerateRequest(
         id=request_id,
         model=body.model,
@@ -132,6 +133,7 @@ def to_request(body: MessagesBody, request_id: str, turn: TurnBody) -> GenerateR
         guided=_guided(body),
         template_args=_arguments(body, messages[-1]),
         thinking=_thinking(body.thinking),
+        thinking_budget=_budget(body.thinking),
         stream=bool(body.stream),
         context_edits=to_edits(body.context_management),
         body_bytes=reading.sealed.bytes,
@@ -207,6 +209,14 @@ def _guided(body: MessagesBody) -> Guided | None:
 def _thinking(thinking: ThinkingBody | None) -> bool | None:
     """True if thinking is enabled; None for the model's default, also for types unknown here."""
     return SWITCHES.get(thinking.type) if thinking is not None else None
+
+
+def _budget(thinking: ThinkingBody | None) -> int | None:
+    """The most tokens of thinking, if it is enabled."""
+    if thinking is None or not SWITCHES.get(thinking.type):
+        return None
+    check_range(thinking.budget_tokens, 0, MAX_TOKENS, "thinking.budget_tokens")
+    return thinking.budget_tokens
 
 
 def _arguments(body: MessagesBody, last: Message) -> dict[str, Any]:

@@ -6,13 +6,15 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from kvmesh.frontend.apis.base import decode
-from kvmesh.frontend.conversation import ClearThinking, ClearToolUses, ContextEdits
+from kvmesh.frontend.conversation import ClearThinking, ClearToolUses, Compact, ContextEdits
 from kvmesh.frontend.errors import InvalidRequest
 
 MAX_EDITS = 16
+MAX_INSTRUCTIONS = 1 << 16  # characters
 MAX_INT = (1 << 31) - 1
 CLEAR_TOOL_USES = "clear_tool_uses_20250919"
 CLEAR_THINKING = "clear_thinking_20251015"
+COMPACT = "compact_20260112"
 DEFAULT_TRIGGER = 100_000  # tokens
 DEFAULT_KEEP = 3
 Amount = Annotated[int, Meta(ge=0, le=MAX_INT)]
@@ -53,11 +55,24 @@ class ClearThinkingEdit(Struct):
     keep: Literal["all"] | KeptThinking | None = None
 
 
+class CompactTrigger(Struct):
+    type: Literal["input_tokens"]
+    value: Positive
+
+
+class CompactEdit(Struct):
+    type: Literal["compact_20260112"]
+    trigger: CompactTrigger | None = None
+    pause_after_compaction: bool | None = None
+    instructions: Annotated[str, Meta(max_length=MAX_INSTRUCTIONS)] | None = None
+
+
 EDITS: dict[str, Any] = {
     CLEAR_TOOL_USES: msgspec.json.Decoder(ClearToolUsesEdit),
     CLEAR_THINKING: msgspec.json.Decoder(ClearThinkingEdit),
+    COMPACT: msgspec.json.Decoder(CompactEdit),
 }
-EDIT_TYPES = (ClearToolUsesEdit, ClearThinkingEdit)
+EDIT_TYPES = (ClearToolUsesEdit, ClearThinkingEdit, CompactEdit)
 _ANY_EDIT = {"anyOf": [{"$ref": f"#/components/schemas/{t.__name__}"} for t in EDIT_TYPES]}
 
 
@@ -90,6 +105,11 @@ def to_edits(body: ContextManagement | None) -> ContextEdits | None:
         if isinstance(edit, ClearThinkingEdit):
             _once(found.thinking, where)
             found.thinking = _clear_thinking(edit, where)
+        elif isinstance(edit, CompactEdit):
+            _once(found.compact, where)
+            tokens = None if edit.trigger is None else edit.trigger.value
+            pauses = bool(edit.pause_after_compaction)
+            found.compact = Compact(tokens, pauses, edit.instructions)
         else:
             _once(found.tool_uses, where)
             found.tool_uses = _clear_tool_uses(edit)

@@ -14,6 +14,7 @@ from kvmesh.frontend.apis.base import (
     Ending,
     Headers,
     RequestStamp,
+    SoFar,
     StoredTurn,
     TokenLogprob,
     Usage,
@@ -187,7 +188,7 @@ class ResponsesAnswer:
         """The next event has this number: a frontend before this one has sent the others."""
         self._sequence = number
 
-    def begin(self) -> bytes:
+    def begin(self, so_far: SoFar | None = None) -> bytes:
         response = self._object("in_progress", None)
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response

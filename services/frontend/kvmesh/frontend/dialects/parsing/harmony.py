@@ -22,6 +22,8 @@ ENDS = ("<|end|>", "<|return|>", "<|call|>")
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 MAX_HEADER = 512
 ASSISTANT = "assistant"
+# Ends a message of thinking and begins the answer.
+ANSWER = f"{ENDS[0]}{START}{ASSISTANT}{CHANNEL}final{MESSAGE}"
 
 _RECIPIENT = re.compile(r"\bto=(functions\.)?([\w.:/\-]+)")
 # models may omit the marker between their role and a channel

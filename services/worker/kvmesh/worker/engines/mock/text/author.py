@@ -91,7 +91,7 @@ class AnswerWriter:
         seed, guided = self._seed(work), work.sampling.guided
         scripted = self._scripted(work)
         if scripted is not None:
-            whole = self._finite(work, self._encode(scripted))
+            whole = self._finite(work, self._as_given(work, self._encode(scripted)))
         elif guided is not None and not allows_free_text(guided):
             text = generate(guided, Random(seed))
             whole = self._finite(work, self._thinking(work, seed) + self._encode(text))
@@ -125,7 +125,18 @@ class AnswerWriter:
         opened = end.endswith(options.think_open.strip())
         thoughts = TextReading(self._source, seed >> 8).slice(0, options.reasoning_tokens)
         mark = [] if opened else self._encode(options.think_open)
-        return mark + thoughts + self._encode(options.think_close)
+        return self._as_given(work, mark + thoughts + self._encode(options.think_close))
+
+    def _as_given(self, work: Work, tokens: list[int]) -> list[int]:
+        """The beginning of an answer with the thinking that the generated tokens have ended."""
+        if not work.generated:
+            return tokens
+        mark = self._encode(self.options.think_close.strip())
+        given = memoryview(work.tokens).cast("I")[-work.generated :].tolist()
+        own, ended = _end_of(tokens, mark), _end_of(given, mark)
+        if not own or not ended or given[:ended] == tokens[:ended]:
+            return tokens
+        return given[:ended] + tokens[own:]
 
     def _unbounded(self, work: Work, head: list[int], seed: int) -> MockAnswer:
         reading: TokenSource = TextReading(self._source, seed)
@@ -171,6 +182,13 @@ def _cut_at_stop(whole: MockAnswer, sampling: Sampling, generated: int) -> MockA
     tokens = whole.source.slice(first, whole.target)
     at = _first_of(tokens, sampling.stop_token_ids)
     return whole if at is None else MockAnswer(whole.source, first + at + 1, "stop")
+
+
+def _end_of(tokens: list[int], mark: list[int]) -> int:
+    """The place behind the first `mark` among tokens; 0 if it is not there."""
+    size = len(mark)
+    ends = range(size, len(tokens) + 1)
+    return next((end for end in ends if tokens[end - size : end] == mark), 0)
 
 
 def _first_of(tokens: list[int], wanted: Collection[int]) -> int | None:
