@@ -39,7 +39,7 @@ TEXT, SHORT, MEDIUM = 0x81, 126, 1 << 16  # of frames: a whole text; bounds of l
 
 
 class ClientEvent(Struct):
-    """What the connection needs of an event; the fields of a body are decoded later."""
+    """The part of an event that the connection needs; the fields of a body are decoded later."""
 
     type: Any = None
     stream_id: Any = None

@@ -51,7 +51,7 @@ class Sockets:
 
     def __init__(self, max_bytes: int) -> None:
         self.kept: FairLru[Key, KeptConversation] = FairLru(max_bytes, _size)
-        self._open: set[Connection] = set()
+        self._open: set[SocketConnection] = set()
         self._draining = False
 
     @property
@@ -60,7 +60,7 @@ class Sockets:
         return len(self._open)
 
     @contextmanager
-    def opened(self, connection: "Connection") -> Iterator[None]:
+    def opened(self, connection: "SocketConnection") -> Iterator[None]:
         """Count a connection as open."""
         self._open.add(connection)
         metrics.websockets.inc()
@@ -109,13 +109,13 @@ class SocketEndpoint:
         if not ws.can_prepare(http):
             raise InvalidRequest("The headers are not those of a WebSocket's opening handshake.")
         await ws.prepare(http)
-        connection = Connection(self, http, ws)
+        connection = SocketConnection(self, http, ws)
         with self.sockets.opened(connection):
             await connection.run()
         return ws
 
 
-class Connection:
+class SocketConnection:
     """One WebSocket: reads events, and runs the requests of its lanes.
 
     It is *retired* at its greatest age, when nothing has happened for long, and when the frontend
