@@ -111,7 +111,12 @@ class SocketEndpoint:
         await ws.prepare(http)
         connection = SocketConnection(self, http, ws)
         with self.sockets.opened(connection):
-            await connection.run()
+            try:
+                await connection.run()
+            except asyncio.CancelledError:
+                if http.transport is not None:
+                    raise
+                # the client has left without a word, as most do: no request was cut off by that
         return ws
 
 
