@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,8 +39,8 @@ TOOLS: list[Json] = [
     }
     for number in range(10)
 ]
-RESULT = "def main() -> None:\n    print('Hello')\n" * 50
-LENGTH_2, LENGTH_8 = 126, 127  # of frames
+LINE = "def main() -> None:\n    print('Hello')\n"
+LENGTH_2, LENGTH_8, COMPRESSED, TAIL = 126, 127, 0x40, b"\x00\x00\xff\xff"  # of frames
 TIMEOUT_S = 60.0
 
 
@@ -108,8 +109,10 @@ class SocketLoop:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._previous: str | None = None
+        self._inflate = zlib.decompressobj(wbits=-15)
         key = base64.b64encode(os.urandom(16)).decode()
         names = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+        names += "Sec-WebSocket-Extensions: permessage-deflate\r\n"  # as Codex
         head = f"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\n{names}"
         wire.send(f"{head}Sec-WebSocket-Key: {key}\r\n\r\n".encode())
         wire.until(b"\r\n\r\n")
@@ -123,11 +126,13 @@ class SocketLoop:
         )
         self._wire.send(b"\x81" + size + bytes(4) + text)  # masked by zeros
         while True:
-            _, length = self._wire.exactly(2)
+            bits, length = self._wire.exactly(2)
             if length >= LENGTH_2:
                 wide = 2 if length == LENGTH_2 else 8
                 length = int.from_bytes(self._wire.exactly(wide), "big")
             data = self._wire.exactly(length)
+            if bits & COMPRESSED:
+                data = self._inflate.decompress(data + TAIL)
             if b'"response.completed"' in data[:64] or b'"error"' in data[:64]:
                 response = last_response(json.loads(data))
                 self._previous = response["id"]
@@ -155,7 +160,9 @@ class Sample(NamedTuple):
         return self.sent + self.received
 
 
-def loop(mesh: Mesh, make: Callable[[Wire], HttpLoop | SocketLoop], steps: int) -> Sample:
+def loop(
+    mesh: Mesh, make: Callable[[Wire], HttpLoop | SocketLoop], steps: int, size: int
+) -> Sample:
     """One conversation of its own, with so many calls of tools."""
     task = f"{secrets.token_hex(8)} {SENTENCE * 10}"
     fixed: Json = {
@@ -171,7 +178,11 @@ def loop(mesh: Mesh, make: Callable[[Wire], HttpLoop | SocketLoop], steps: int) 
         for _ in range(steps):
             calls = [item["call_id"] for item in response["output"] if "call_id" in item]
             results = [
-                {"type": "function_call_output", "call_id": call, "output": RESULT}
+                {
+                    "type": "function_call_output",
+                    "call_id": call,
+                    "output": LINE * (size // len(LINE)),
+                }
                 for call in calls
             ]
             response = agent.step(fixed, results)
@@ -194,16 +205,17 @@ def scripted() -> Iterator[Mesh]:
 def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--steps", type=int, default=20, help="calls of tools in a loop")
+    arguments.add_argument("--result-bytes", type=int, default=4000, help="size of a tool's result")
     arguments.add_argument("--rounds", type=int, default=7)
     options = arguments.parse_args()
     makers: tuple[Callable[[Wire], HttpLoop | SocketLoop], ...] = (HttpLoop, SocketLoop)
     pairs: list[tuple[Sample, Sample]] = []
     with scripted() as mesh:
         for make in makers:
-            loop(mesh, make, options.steps)
+            loop(mesh, make, options.steps, options.result_bytes)
         for number in range(options.rounds):
             order = makers if number % 2 else makers[::-1]
-            found = {make: loop(mesh, make, options.steps) for make in order}
+            found = {make: loop(mesh, make, options.steps, options.result_bytes) for make in order}
             pairs.append((found[HttpLoop], found[SocketLoop]))
     report = Report(f"A loop of {options.steps} calls over a WebSocket, beside HTTP", "HTTP")
     rows: list[tuple[str, str, float, Callable[[Sample], float]]] = [

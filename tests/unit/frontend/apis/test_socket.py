@@ -1,6 +1,7 @@
 """Responses over a WebSocket: events, frames, and the conversations that a connection keeps."""
 
 import json
+import zlib
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from kvmesh.frontend.apis.base import (
 )
 from kvmesh.frontend.apis.responses import socket
 from kvmesh.frontend.apis.responses.api import Responses
-from kvmesh.frontend.apis.responses.socket import SocketResponses, client_event, text_frames
+from kvmesh.frontend.apis.responses.socket import Frames, SocketResponses, client_event
 from kvmesh.frontend.apis.responses.thread import KeptConversation, KeptThread
 from kvmesh.frontend.conversation import Text, TextDelta, ToolCall
 from kvmesh.frontend.errors import ApiError, InvalidRequest
@@ -173,8 +174,27 @@ def test_each_event_is_a_frame_with_its_lane(size: int, lane: str) -> None:
     )
     named = {"stream_id": lane} if lane else {}
     wanted = [{**named, "type": kind, "x": "y" * size} for kind in ("a", "b")]
-    assert parts(text_frames(b": comment\n\n" + events, lane)) == wanted
-    assert text_frames(b": keep-alive\n\n", lane) == b""
+    assert parts(Frames().of(b": comment\n\n" + events, lane)) == wanted
+    assert Frames().of(b": keep-alive\n\n", lane) == b""
+
+
+@pytest.mark.parametrize("forget", [False, True])
+def test_long_texts_are_compressed_where_both_sides_agree(forget: bool) -> None:
+    """A client's own library reads them, and repeated ones cost next to nothing."""
+    texts = [json.dumps({"n": n, "tools": TOOLS * 40}).encode() for n in range(4)]
+    frames, inflate = Frames(15, forget), zlib.decompressobj(wbits=-15)
+    sizes = []
+    for text in [b"{}", *texts]:
+        frame = frames.text(text)
+        if len(text) < 1000:
+            assert frame == Frames().text(text)
+            continue
+        assert frame[0] == 0xC1
+        body = frame[2:] if frame[1] < 126 else frame[4:]
+        sizes.append(len(body))
+        reader = zlib.decompressobj(wbits=-15) if forget else inflate
+        assert reader.decompress(body + b"\x00\x00\xff\xff") == text
+    assert max(sizes) < len(texts[0]) // 5
 
 
 def test_tools_of_several_lines_stay_within_an_event() -> None:
@@ -183,7 +203,7 @@ def test_tools_of_several_lines_stay_within_an_event() -> None:
         begun = Responses().parse(made, {}, STAMP).renderer.begin()
         lines = begun.splitlines()
         assert [line.partition(b": ")[0] for line in lines] == [b"event", b"data", b""] * 2
-        assert parts(text_frames(begun, ""))[0]["response"]["tools"] == TOOLS
+        assert parts(Frames().of(begun, ""))[0]["response"]["tools"] == TOOLS
 
 
 def test_an_error_is_an_event_with_its_status() -> None:

@@ -133,7 +133,7 @@ class ResponsesAnswer:
         self._sequence = number
 
     def begin(self) -> bytes:
-        response = self._object("in_progress", None)
+        response = Raw(json_encode(self._object("in_progress", None)))
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )

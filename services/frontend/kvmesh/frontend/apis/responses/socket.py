@@ -5,6 +5,7 @@ The wire form is that of OpenAI's WebSocket mode: a `response.create` has the fi
 """
 
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,7 +36,10 @@ METADATA = {
     "ws_request_header_traceparent": "traceparent",
     "ws_request_header_tracestate": "tracestate",
 }
-TEXT, SHORT, MEDIUM = 0x81, 126, 1 << 16  # of frames: a whole text; bounds of lengths
+TEXT, COMPRESSED, SHORT, MEDIUM = 0x81, 0x40, 126, 1 << 16  # of frames: bits, bounds of lengths
+LEVEL = 1
+LEAST, MOST = 1 << 10, 1 << 20  # bytes of a text that is compressed: response objects, mostly
+TAIL = b"\x00\x00\xff\xff"  # of a flush, which messages leave out
 
 
 class ClientEvent(Struct):
@@ -135,22 +139,42 @@ def steer_failed(event: ClientEvent) -> bytes:
     )
 
 
-def text_frames(events: bytes, lane: str) -> bytes:
-    """Server-sent events as frames of a WebSocket, one each, with the lane that they are of."""
-    head = b'{"stream_id":"%b",' % lane.encode() if lane else b""
-    frames = []
-    for event in events.split(END):
-        data = event.partition(DATA)[2]
-        if data:
-            frames.append(text_frame(head + data[1:] if head else data))
-    return b"".join(frames)
+class Frames:
+    """Texts as the frames of one connection, as servers send them: unmasked (RFC 6455).
 
+    `window`: the bits of the compression that both sides have agreed on (RFC 7692), 0 for none;
+    with `forget`, each message is compressed alone. Long texts are compressed, since the objects
+    of a connection's responses repeat each other.
+    """
 
-def text_frame(text: bytes) -> bytes:
-    """A text as a frame of RFC 6455, as servers send them: unmasked."""
-    size = len(text)
-    if size < SHORT:
-        return bytes((TEXT, size)) + text
-    if size < MEDIUM:
-        return bytes((TEXT, SHORT)) + size.to_bytes(2, "big") + text
-    return bytes((TEXT, SHORT + 1)) + size.to_bytes(8, "big") + text
+    def __init__(self, window: int = 0, forget: bool = False) -> None:
+        self._window = window
+        self._flush = zlib.Z_FULL_FLUSH if forget else zlib.Z_SYNC_FLUSH
+        self._deflate: zlib._Compress | None = None
+
+    def of(self, events: bytes, lane: str) -> bytes:
+        """A frame for each of the server-sent events, with the lane that they are of."""
+        head = b'{"stream_id":"%b",' % lane.encode() if lane else b""
+        frames = []
+        for event in events.split(END):
+            data = event.partition(DATA)[2]
+            if data:
+                frames.append(self.text(head + data[1:] if head else data))
+        return b"".join(frames)
+
+    def text(self, text: bytes) -> bytes:
+        """The frame of a text."""
+        bits = TEXT
+        if self._window and LEAST <= len(text) <= MOST:
+            if self._deflate is None:
+                self._deflate = zlib.compressobj(LEVEL, wbits=-self._window)
+            text = (self._deflate.compress(text) + self._deflate.flush(self._flush)).removesuffix(
+                TAIL
+            )
+            bits |= COMPRESSED
+        size = len(text)
+        if size < SHORT:
+            return bytes((bits, size)) + text
+        if size < MEDIUM:
+            return bytes((bits, SHORT)) + size.to_bytes(2, "big") + text
+        return bytes((bits, SHORT + 1)) + size.to_bytes(8, "big") + text

@@ -4,7 +4,7 @@ import asyncio
 
 from aiohttp import web
 
-from kvmesh.frontend.apis.responses.socket import text_frames
+from kvmesh.frontend.apis.responses.socket import Frames
 from kvmesh.frontend.http.sse import AnswerStream
 
 PING = b"\x89\x00"  # of RFC 6455: what keeps a connection alive without being an event
@@ -13,9 +13,10 @@ PING = b"\x89\x00"  # of RFC 6455: what keeps a connection alive without being a
 class LaneStream(AnswerStream):
     """Writes the events of an answer to a connection, whose buffer all its lanes share."""
 
-    def __init__(self, http: web.Request, lane: str) -> None:
+    def __init__(self, http: web.Request, frames: Frames, lane: str) -> None:
         super().__init__()
         self._http = http
+        self._frames = frames
         self._lane = lane
 
     async def _begin(self) -> asyncio.Transport | None:
@@ -25,7 +26,7 @@ class LaneStream(AnswerStream):
         self.write(frames)
 
     def _on_the_wire(self, frame: bytes) -> bytes:
-        return text_frames(frame, self._lane) or PING
+        return self._frames.of(frame, self._lane) or PING
 
     async def close(self, last: bytes) -> web.StreamResponse:
         self.write(last)

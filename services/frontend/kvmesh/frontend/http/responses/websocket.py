@@ -103,9 +103,7 @@ class SocketEndpoint:
     async def open(self, http: web.Request) -> web.StreamResponse:
         if http.headers.get(hdrs.UPGRADE, "").lower() != "websocket":
             raise UpgradeRequired(http.path)
-        ws = web.WebSocketResponse(
-            compress=False, max_msg_size=self.settings.max_body_bytes, decode_text=False
-        )
+        ws = web.WebSocketResponse(max_msg_size=self.settings.max_body_bytes, decode_text=False)
         if not ws.can_prepare(http):
             raise InvalidRequest("The headers are not those of a WebSocket's opening handshake.")
         await ws.prepare(http)
@@ -133,6 +131,8 @@ class SocketConnection:
         self._endpoint = endpoint
         self._http = http
         self._ws = ws
+        agreed = ws.headers.get(hdrs.SEC_WEBSOCKET_EXTENSIONS, "")
+        self._frames = socket.Frames(int(ws.compress), "server_no_context_takeover" in agreed)
         self._id = secrets.token_hex(8)
         self._owner = owner(caller_of(http).tenant)
         self._lanes = Lanes[_Create](endpoint.settings.max_body_bytes)
@@ -229,7 +229,7 @@ class SocketConnection:
 
     async def _serve(self, lane: str, create: _Create) -> None:
         """Answer one request, as POST does, but by events of its lane."""
-        stream = LaneStream(self._http, lane)
+        stream = LaneStream(self._http, self._frames, lane)
 
         async def read(_: web.Request) -> bytes:
             return create.body
@@ -277,7 +277,7 @@ class SocketConnection:
     def _write(self, text: bytes) -> None:
         transport = self._http.transport
         if transport is not None and not transport.is_closing():
-            transport.write(socket.text_frame(text))
+            transport.write(self._frames.text(text))
 
     async def _drained(self) -> None:
         """Wait until the client reads what it was sent, or abort the connection."""
