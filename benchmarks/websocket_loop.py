@@ -197,8 +197,9 @@ def scripted() -> Iterator[Mesh]:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "script.jsonl"
         script.write_text(json.dumps({"text": ANSWER}) + "\n")
-        options = {"KVMESH_MOCK_SCRIPT": str(script), "KVMESH_FRONTEND_ACCESS_LOG": "off"}
-        with running_mesh(workers=2, **options) as mesh:
+        with running_mesh(
+            workers=2, KVMESH_MOCK_SCRIPT=str(script), KVMESH_FRONTEND_ACCESS_LOG="off"
+        ) as mesh:
             yield mesh
 
 
