@@ -1,12 +1,17 @@
 """Codex, headless, on /v1/responses."""
 
+import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
+from harnesses.tours import MANY
 from support.harness import KEY, ClientResult, LimitedMesh, Recorder, Workspace
 from support.tap import Tap, assert_grows, shared
 from support.up import Up
+from support.wait import eventually
 
 pytestmark = [pytest.mark.agents, pytest.mark.asyncio(loop_scope="session")]
 CONFIG = """\
@@ -20,10 +25,13 @@ name = "kvmesh"
 base_url = "{url}/v1"
 wire_api = "responses"
 env_key = "KVMESH_API_KEY"
+{provider}
 
 [analytics]
 enabled = false
 """
+LONG = 500  # tokens of an answer
+SOCKETS = "supports_websockets = true"
 MODEL = {
     "slug": "kvmesh-demo",
     "display_name": "kvmesh demo",
@@ -45,20 +53,24 @@ MODEL = {
 }
 
 
-async def codex(url: str, workspace: Workspace, *arguments: str, more: str = "") -> ClientResult:
+async def codex(
+    url: str, workspace: Workspace, *arguments: str, more: str = "", provider: str = ""
+) -> ClientResult:
     """Run `codex exec` with its shell enabled; `more` is appended to its configuration."""
-    configure(workspace.home / ".codex", url, more)
+    configure(workspace.home / ".codex", url, more, provider)
     flags = ("--json", "--dangerously-bypass-approvals-and-sandbox")
     return await workspace.run(
         "codex", "exec", *flags, *arguments, env={"KVMESH_API_KEY": KEY, "RUST_LOG": "off"}
     )
 
 
-def configure(folder: Path, url: str, more: str) -> None:
+def configure(folder: Path, url: str, more: str, provider: str = "") -> None:
     folder.mkdir(exist_ok=True)
     catalog = folder / "models.json"
     catalog.write_text(json.dumps({"models": [MODEL]}))
-    (folder / "config.toml").write_text(CONFIG.format(url=url, catalog=catalog) + more)
+    (folder / "config.toml").write_text(
+        CONFIG.format(url=url, catalog=catalog, provider=provider) + more
+    )
 
 
 def agent_messages(done: ClientResult) -> list[str]:
@@ -146,6 +158,58 @@ async def test_it_compacts_a_long_conversation(
     assert recorder.requests[2].body["tools"] == []
     assert {seen.status for seen in recorder.requests} == {200}
     assert shared(tap.works[0], tap.works[3]) > len(tap.works[0].tokens) // 8
+
+
+def posted(lines: list[str]) -> list[str]:
+    """The methods of the responses in lines of the access log."""
+    return [word for line in lines for word in line.split() if word in ("POST", "WEBSOCKET")]
+
+
+async def test_it_works_over_a_websocket(mesh: Up, tap: Tap, workspace: Workspace) -> None:
+    before = len(mesh.lines)
+    done = await codex(mesh.url, workspace, "Please make codex.txt", provider=SOCKETS)
+    assert agent_messages(done) == ["I make the file.", "The file codex.txt is made."]
+    assert (workspace.repository / "codex.txt").read_text() == "made-by-codex\n"
+    thread = done.events[0]["thread_id"]
+    works = tap.of(thread)
+    assert_grows(works)
+    outcomes = [await tap.outcome(work) for work in works]
+    assert [(outcome.agent, outcome.waits_for) for outcome in outcomes] == [
+        ("codex", ["tool", "exec_command", "cat"]),
+        ("codex", ["human"]),
+    ]
+    assert "I write the file first.\n</think>" in tap.text(works[1])
+    await eventually(lambda: " 101 " in "\n".join(mesh.lines[before:]))
+    sent = [line for line in mesh.lines[before:] if "/v1/responses" in line]
+    assert posted(sent) == ["WEBSOCKET"] * 3, sent  # the first one computes the prompt ahead
+    assert all(" 200 " in line or " 101 " in line for line in sent), sent
+
+
+async def test_its_answer_over_a_websocket_survives_a_worker(
+    tour_mesh: Up, workspace: Workspace
+) -> None:
+    """The other worker continues the answer, and the session resumes on another connection."""
+    async with Tap().listening(tour_mesh.options) as tap:
+        asked = codex(tour_mesh.url, workspace, "Write at length", provider=SOCKETS)
+        answering = asyncio.create_task(asked)
+
+        def long_answer() -> str | None:
+            known = tap.generated.items()
+            return next((name for name, tokens in known if len(tokens) > LONG), None)
+
+        request = await eventually(long_answer)
+        assert request is not None
+        decision = next(each for each in tap.decisions if each.request == request)
+        name = decision.chosen.instance.rpartition("-")[0]
+        os.kill(tour_mesh.children()[name], signal.SIGKILL)
+        done = await answering
+        assert agent_messages(done)[-1].endswith(f"{MANY * 4} (long-0)")
+        assert (await tap.outcome_of(request)).attempts == 2
+        thread = done.events[0]["thread_id"]
+        again = await codex(
+            tour_mesh.url, workspace, "resume", thread, "And then?", provider=SOCKETS
+        )
+        assert agent_messages(again) == ["That was long (long-1)."]
 
 
 async def test_it_waits_after_a_429(limited: LimitedMesh, workspace: Workspace) -> None:

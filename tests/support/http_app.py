@@ -22,7 +22,14 @@ SHUTDOWN_S = 0.1
 class HttpApp:
     """An application that listens on `port`, and its routes; `stopping` is set to stop it."""
 
-    def __init__(self, app: web.Application, port: int, stopping: asyncio.Event) -> None:
+    def __init__(
+        self,
+        app: web.Application,
+        port: int,
+        stopping: asyncio.Event,
+        frontend: FrontendService,
+    ) -> None:
+        self.frontend = frontend
         self.port = port
         self.stopping = stopping
         found: dict[str, set[str]] = {}
@@ -66,6 +73,6 @@ async def http_app(folder: Path, *keys: str, **settings: Any) -> AsyncIterator[H
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield HttpApp(app, runner.addresses[0][1], service.stopping)
+        yield HttpApp(app, runner.addresses[0][1], service.stopping, frontend)
     finally:
         await runner.cleanup()

@@ -171,6 +171,18 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
     stored_answers_ttl_s: Annotated[Seconds, Meta(description="time for which they are stored")] = (
         86400.0
     )
+    websocket_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="memory for the conversations that WebSockets keep for their next request;"
+            " 0: no WebSockets",
+        ),
+    ] = 128 << 20
+    websocket_idle_s: Annotated[
+        Seconds,
+        Meta(description="a WebSocket without a request is closed after this long"),
+    ] = 900.0
     body_timeout_s: Annotated[
         Seconds, Meta(description="longest time to receive a request body")
     ] = 30.0

@@ -109,6 +109,18 @@ class UpgradeRefused(ApiError):
         )
 
 
+class UpgradeRequired(ApiError):
+    """The path and method are those of a WebSocket, which the client has not asked for."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            "upgrade_refused",
+            f"GET {path} opens a WebSocket; send requests by HTTP with POST.",
+            code="upgrade_required",
+            headers={"Upgrade": "websocket", "Connection": "Upgrade"},
+        )
+
+
 class ModelNotFound(ApiError):
     """No worker serves `model` or has served it since this frontend started."""
 

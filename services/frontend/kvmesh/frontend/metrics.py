@@ -19,6 +19,7 @@ requests = Counter(
     ["api", "model", "status"],
 )
 active = Gauge("kvmesh_frontend_active_requests", "Requests being served now")
+websockets = Gauge("kvmesh_frontend_websockets", "Open WebSockets")
 WAITING, GENERATING = "waiting", "generating"
 running = Gauge(
     "kvmesh_frontend_model_requests",

@@ -43,6 +43,7 @@ from kvmesh.frontend.http.dynamo.metrics import DynamoMetrics
 from kvmesh.frontend.http.generate import Dependencies
 from kvmesh.frontend.http.responses.background import BackgroundResponses
 from kvmesh.frontend.http.responses.store import ResponseStore
+from kvmesh.frontend.http.responses.websocket import Sockets
 from kvmesh.frontend.http.routes import application
 from kvmesh.frontend.http.server import Runner, listen
 from kvmesh.frontend.http.sse import StreamSupervisor
@@ -67,6 +68,7 @@ CLOSE_LOG_S = 1.0
 RECORDS_S = 60.0  # between two deletions of what killed workers left
 TELL_S = 0.5
 QUIET_S, LOOK_S = 0.25, 0.02  # without a request on any connection, before all are closed
+SWITCHING = 101  # status of a WebSocket's opening
 GRACE_S = 3.0  # for final error frames, after `drain_timeout_s`
 LOADING_S = 10.0  # a model that takes longer loads while requests for others are served
 SWITCH_S = 0.001  # after which a tokenizing thread yields the GIL to the event loop
@@ -134,6 +136,7 @@ class FrontendService:
         self.background = BackgroundResponses(
             service.instance, self.responses, self.stream_supervisor, self._is_live
         )
+        self.sockets = Sockets(settings.websocket_bytes)
         names = service.bus.subjects
         for name in (names.keys_bucket, names.catalog_bucket):
             expiring_bucket(service.bus, name, ttl_s=0.0, max_bytes=-1)
@@ -264,7 +267,7 @@ class FrontendService:
 
     async def _end_connection(self, _: web.Request, response: web.StreamResponse) -> None:
         """Have clients send nothing more on a connection that is about to close."""
-        if self._service.stopping.is_set():
+        if self._service.stopping.is_set() and response.status != SWITCHING:
             response.force_close()
             response.headers[hdrs.CONNECTION] = "close"  # the headers are made already
 
@@ -280,6 +283,7 @@ class FrontendService:
         connection: a response that begins from now on tells it to open another one.
         """
         await runner.stop_listening()
+        self.sockets.drain()
         clock, hurry = asyncio.get_running_loop().time, self._service.hurry
         used = clock()
         deadline = used + self._settings.drain_timeout_s
@@ -319,13 +323,14 @@ class FrontendService:
             self.background,
             ShadowTraffic(self.registry, self.preprocessor, runner),
             self._service.bus,
+            self.cache_api.prefetcher,
         )
         name = self._service.name
         form = settings.access_log
         form = self._service.settings.log.format if form == "auto" else form
         access_log = configure_access_log(form, name, TextFormatter(name), self._lines)
         more, warnings = self.cache_api.routes, self._service.warnings
-        app = application(parts, self, more, warnings, access_log)
+        app = application(parts, self, more, warnings, self.sockets, access_log)
         app.on_response_prepare.append(self._end_connection)
         app.on_shutdown.append(self.drain)
         app.on_cleanup.append(lambda _: parts.shadows.close())

@@ -234,3 +234,20 @@ def rebuilt(name: str, events: list[Any]) -> Any:
         return replay(name, events)
     except (AssertionError, KeyError, ValueError):
         return "refused"
+
+
+@pytest.mark.parametrize("api", [Chat(), Messages(), Responses()], ids=lambda api: str(api.name))
+def test_a_finished_call_is_sent_with_its_last_token(api: Api) -> None:
+    """The frame of that token has the end of the call: the client need not wait for another one."""
+    renderer = api.parse(body(api, stream=True), {}, STAMP).renderer
+    renderer.begin()
+    renderer.events(0, [ToolCallStart("c1", "read"), ToolCallDelta('{"path":')], [])
+    sent = parse(renderer.events(0, [ToolCallDelta('"a"}'), ToolCallEnd()], []).decode())
+    text = json.dumps(sent)
+    if api.name == "responses":
+        assert sent[-1]["type"] == "response.output_item.done"
+        assert json.loads(sent[-1]["item"]["arguments"]) == {"path": "a"}
+    elif api.name == "messages":
+        assert sent[-1] == {"type": "content_block_stop", "index": 0}
+    else:
+        assert json.dumps('"a"}')[1:-1] in json.loads(json.dumps(text))

@@ -112,6 +112,22 @@ def test_calls_are_emitted_while_they_arrive(case: Case) -> None:
         assert not arguments or end - start > 50
 
 
+MARKS = 6  # characters after a call that end its list, or show that a quote has ended its text
+
+
+@cases
+@eagerness
+def test_a_call_ends_as_soon_as_it_is_complete(case: Case, eager: bool) -> None:
+    """Harnesses may start a tool while the model goes on."""
+    parser, ends = case.parser(eager), list[int]()
+    for place, char in enumerate(case.raw, 1):
+        ends += [place for event in parser.feed(char) if isinstance(event, ToolCallEnd)]
+    assert len(ends) == complete_calls(read(case.parser(eager), [case.raw]))
+    for before, end in enumerate(ends):
+        earlier = read(case.parser(eager), [case.raw[: end - MARKS - 1]])
+        assert complete_calls(earlier) <= before, case.raw[:end]
+
+
 @eagerness
 def test_two_messages_of_text_stay_apart(eager: bool) -> None:
     raw = (

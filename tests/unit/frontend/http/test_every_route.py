@@ -66,11 +66,18 @@ async def test_a_method_that_a_path_lacks_is_answered_with_those_it_has(app: Htt
             check_error(path, reply)
 
 
-async def test_a_websocket_is_refused_so_that_clients_go_on_with_http(app: HttpApp) -> None:
+async def test_a_websocket_is_refused_so_that_clients_go_on_with_http(
+    app: HttpApp, tmp_path: Path
+) -> None:
     """Codex tries one first, and takes no other status for a final answer."""
     upgrade = {"Connection": "Upgrade", "Upgrade": "WebSocket", "Sec-WebSocket-Version": "13"}
-    for path in ("/v1/responses", "/v1/messages"):
-        reply = await ask(app, "GET", path, **upgrade)
+    async with http_app(tmp_path, websocket_bytes=0) as without:
+        reply = await ask(without, "GET", "/v1/responses", **upgrade)
+    replies = {
+        "/v1/responses": reply,
+        "/v1/messages": await ask(app, "GET", "/v1/messages", **upgrade),
+    }
+    for path, reply in replies.items():
         assert (reply.status, reply.headers["upgrade"]) == (426, "HTTP/1.1")
         assert reply.headers["allow"] == "POST"
         check_error(path, reply)

@@ -41,7 +41,7 @@ from kvmesh.frontend.sessions.speculations import (
     SpeculativePrefills,
     common_blocks,
 )
-from kvmesh.frontend.sessions.speculative_prefill import CUT, successor
+from kvmesh.frontend.sessions.speculative_prefill import successor
 from kvmesh.hashing import block_hashes
 
 FILES = {file.name: file.read_bytes() for file in model_dir().iterdir()}
@@ -145,7 +145,7 @@ async def tokens_ahead(model: ServedModel, api: Api, body: Any, answer: Any) -> 
     prepared = await preparer.prepare(api.parse(encode(body), {}, STAMP).request, model, None)
     following = successor(prepared.request, transcript.blocks(api.in_order))
     assert following is not None
-    return await preparer.tokens_before(following, model, CUT)
+    return await preparer.tokens_before(following, model)
 
 
 @pytest.mark.parametrize("answer", [SPOKEN, CALLING], ids=["spoken", "calling"])

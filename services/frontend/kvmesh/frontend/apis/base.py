@@ -13,6 +13,7 @@ from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 
 if TYPE_CHECKING:
+    from kvmesh.frontend.apis.responses.thread import KeptConversation
     from kvmesh.frontend.apis.turns.bodies import TurnBody  # which decodes with this module
 
 T = TypeVar("T")
@@ -130,10 +131,19 @@ class StoredTurn(Struct):
 
 
 class ConversationThread(Protocol):
-    """The stored conversation that a request continues, and whether to store its turn."""
+    """The conversation that a request continues, and whether to store its turn.
+
+    `kept` is the conversation if the request's connection has it; it `keeps` this turn, too.
+    """
 
     previous: str | None
     store: bool
+
+    @property
+    def kept(self) -> "KeptConversation | None": ...
+
+    @property
+    def keeps(self) -> bool: ...
 
     def referenced(self, turns: list[StoredTurn]) -> Mapping[str, Collection[int]]:
         """Stored responses whose items the request or its earlier `turns` refer to, by id.
@@ -158,6 +168,10 @@ class ConversationThread(Protocol):
         """Make the answer say that it was not stored."""
         ...
 
+    def keep(self, response: bytes) -> None:
+        """Keep the conversation up to this whole answer for the next request."""
+        ...
+
 
 class ApiCall(Struct):
     """A parsed request with the renderer of its answer; `thread` if the API stores responses.
@@ -165,6 +179,7 @@ class ApiCall(Struct):
     `go_on` is set for an answer in the background, which outlives its connection and its frontend:
     it makes the renderer continue the numbers of the events at the given one. `compacted` tells the
     renderer of a summary with which the answer begins, or with True in which it consists.
+    `preload`: the prompt is computed ahead, and there is no answer.
     """
 
     request: GenerateRequest
@@ -172,6 +187,7 @@ class ApiCall(Struct):
     thread: ConversationThread | None = None
     go_on: Callable[[int], None] | None = None
     compacted: Callable[[str, Usage, bool], None] | None = None
+    preload: bool = False
 
 
 class CountCall(Struct):

@@ -46,6 +46,7 @@ class EndpointCall(Generic[T]):
 
 Answer = web.StreamResponse | bytes | dict[str, Any]  # bytes and dicts: a JSON body, status 200
 Parse = Callable[[bytes, Headers, RequestStamp, TurnBody], T]
+Read = Callable[[web.Request], Awaitable[bytes]]
 Action = Callable[[EndpointCall[T]], Awaitable[Answer]]
 
 
@@ -59,19 +60,28 @@ class EndpointFactory:
         self._intake = FairTurns(INTAKE)
 
     def with_body(
-        self, parse: Parse[T], act: Action[T], scope: Scope | None = None, api: str = ""
+        self,
+        parse: Parse[T],
+        act: Action[T],
+        scope: Scope | None = None,
+        api: str = "",
+        read: Read | None = None,
     ) -> Handler:
         """Handler of a request with a body; `parse` runs in a thread unless the body is light.
 
         Bodies of the same `api` may continue each other. The event loop begins few of its light
         ones in one pass, of callers in turn: many requests of one do not delay those of another.
+        `read` returns a body that is not that of the HTTP request.
         """
 
         async def handle(http: web.Request) -> web.StreamResponse:
             caller = caller_of(http)
             if scope is not None:
                 caller.require_scope(scope)
-            body = await read_body(http, self._settings, self._threads, caller.owner)
+            if read is not None:
+                body = await read(http)
+            else:
+                body = await read_body(http, self._settings, self._threads, caller.owner)
             turn = self._turns.open(caller.tenant, api, body) if api else TurnBody(body)
             if not turn.rest.isascii():
                 await check_utf8(turn.rest)

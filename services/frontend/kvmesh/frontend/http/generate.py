@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from aiohttp import web
 from msgspec.structs import replace
@@ -28,8 +29,10 @@ from kvmesh.frontend.failure_log import log_failure
 from kvmesh.frontend.generation.active_request import DISCARD, ActiveRequest, RequestRunner
 from kvmesh.frontend.generation.shadows import ShadowTraffic
 from kvmesh.frontend.http.bodies import JSON, LARGE, internal_error
+from kvmesh.frontend.http.cache.prefetch import Prefetcher
+from kvmesh.frontend.http.cache.prompt_resolver import ResolvedPrompt
 from kvmesh.frontend.http.dynamo.annotations import annotations
-from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory
+from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory, Read
 from kvmesh.frontend.http.middleware import Caller, Handler, caller_of
 from kvmesh.frontend.http.request_id import stamp_of
 from kvmesh.frontend.http.request_trace import describe, received, summarize, traced
@@ -42,7 +45,7 @@ from kvmesh.frontend.http.responses.background import (
 from kvmesh.frontend.http.responses.history import StoredHistory
 from kvmesh.frontend.http.responses.log import EventRecord, RunHead, events
 from kvmesh.frontend.http.responses.store import ResponseStore
-from kvmesh.frontend.http.sse import EventStream, StreamSupervisor
+from kvmesh.frontend.http.sse import AnswerStream, EventStream, StreamSupervisor
 from kvmesh.frontend.models import ModelRegistry, ServedModel
 from kvmesh.frontend.preprocess.conversation_key import sticky_key
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
@@ -53,6 +56,7 @@ from kvmesh.settings.schema import FrontendSettings
 from kvmesh.tracing.names import STORE_RESPONSE
 
 NO_USAGE = Usage(prompt=0, cached=0, stored=0, output=0)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class Dependencies:
     background: BackgroundResponses
     shadows: ShadowTraffic
     bus: Bus
+    prefetcher: Prefetcher
 
 
 class GenerateEndpoint:
@@ -85,16 +90,30 @@ class GenerateEndpoint:
         self._history = StoredHistory(dependencies.responses, threads)
         self._compactor = Compactor(dependencies.preprocessor, dependencies.runner)
 
-    def handler(self, api: Api) -> Handler:
+    def handler(
+        self,
+        api: Api,
+        stream_of: Callable[[web.Request], AnswerStream] = EventStream,
+        read: Read | None = None,
+    ) -> Handler:
+        """Handler of one API; `stream_of` makes the stream of an answer, `read` returns the body.
+
+        Without `read`, that is the body of the HTTP request.
+        """
+
         async def act(call: EndpointCall[ApiCall]) -> web.StreamResponse:
             received(call.http, call.parsed.request, call.caller.started)
             call.caller.bind(call.parsed.request, len(call.body), call.light)
             call.turn.keep(call.parsed.request, call.caller.tenant)
             if call.parsed.go_on is not None:
                 return await self._in_background(api, call)
-            return await self._answer(call.http, api, call.parsed, call.caller)
+            if call.parsed.preload:
+                return await self._preload(call, stream_of)
+            stream = stream_of(call.http) if call.parsed.request.stream else None
+            return await self._answer(stream, api, call.parsed, call.caller)
 
-        handle = traced(self._endpoints.with_body(api.parse, act, api=api.name), api.name)
+        handle = self._endpoints.with_body(api.parse, act, api=api.name, read=read)
+        handle = traced(handle, api.name)
 
         async def counted(http: web.Request) -> web.StreamResponse:
             caller, arrivals = caller_of(http), self._dependencies.arrivals
@@ -108,14 +127,12 @@ class GenerateEndpoint:
 
     async def _answer(
         self,
-        http: web.Request,
+        stream: AnswerStream | None,
         api: Api,
         call: ApiCall,
         caller: Caller,
     ) -> web.StreamResponse:
-        request = call.request
         prepared = await self._prepare(call, caller)
-        stream = EventStream(http) if request.stream else None
         if prepared.compacts and call.compacted is not None:
             compacted = await self._compact(stream, api, call, caller, prepared)
             if not isinstance(compacted, PreparedRequest):
@@ -139,17 +156,41 @@ class GenerateEndpoint:
 
     async def _prepare(self, call: ApiCall, caller: Caller) -> PreparedRequest:
         request = call.request
-        registry = self._dependencies.registry
-        registry.check(request.target or request.model)
-        await self._history.prepend(request, call.thread)  # an alias looks at the first message
-        model, adapter = registry.resolve_for(request, sticky_key)
-        caller.model = request.target or request.model
+        model, adapter = await self._resolve(call, caller)
         caller.shadows = self._dependencies.shadows.copies(request)
-        self._name_workers(request, model)
         prepared = await self._dependencies.preprocessor.prepare(request, model, adapter)
         describe(prepared)
         model.metrics.prompt_tokens.inc(prepared.prompt_tokens)
         return prepared
+
+    async def _resolve(self, call: ApiCall, caller: Caller) -> tuple[ServedModel, str | None]:
+        """The model that serves a request, which has its whole conversation then; its adapter."""
+        request, registry = call.request, self._dependencies.registry
+        registry.check(request.target or request.model)
+        await self._history.prepend(request, call.thread)  # an alias looks at the first message
+        model, adapter = registry.resolve_for(request, sticky_key)
+        caller.model = request.target or request.model
+        self._name_workers(request, model)
+        return model, adapter
+
+    async def _preload(
+        self, call: EndpointCall[ApiCall], stream_of: Callable[[web.Request], AnswerStream]
+    ) -> web.StreamResponse:
+        """Have a prompt computed ahead; the response without output can be continued."""
+        parsed, caller, dependencies = call.parsed, call.caller, self._dependencies
+        request, renderer = parsed.request, parsed.renderer
+        model, adapter = await self._resolve(parsed, caller)
+        prompt = await dependencies.preprocessor.ahead(request, model, adapter)
+        target = ResolvedPrompt(request, model, adapter, prompt)
+        summary = AnswerSummary(await dependencies.prefetcher.preload(target, caller.account))
+        begun, body = renderer.begin(), renderer.whole(summary)
+        if not await self._keep_turn(parsed.thread, request, body):
+            body = renderer.whole(summary)
+        if not request.stream:
+            return web.Response(body=body, content_type=JSON)
+        stream = stream_of(call.http)
+        await stream.open(begun, lambda: None)
+        return await stream.close(renderer.done(summary))
 
     def _name_workers(self, request: GenerateRequest, model: ServedModel) -> None:
         """Replace the numbers of workers by the names of their instances."""
@@ -165,7 +206,7 @@ class GenerateEndpoint:
 
     async def _compact(
         self,
-        stream: EventStream | None,
+        stream: AnswerStream | None,
         api: Api,
         call: ApiCall,
         caller: Caller,
@@ -249,7 +290,7 @@ class GenerateEndpoint:
                     run.replayed(len(tokens))
                 last = await active.finished()
                 summary = active.summary()
-                await self._store_turn(call.thread, request, renderer.whole(summary))
+                await self._keep_turn(call.thread, request, renderer.whole(summary))
                 run.end(last + renderer.done(summary))
         except ApiError as error:
             log_failure(error.kind, request.id, f"in the background, {error}")
@@ -297,22 +338,36 @@ class GenerateEndpoint:
         request = call.request
         summary = active.summary()
         body = call.renderer.whole(summary)
-        if not await self._store_turn(call.thread, request, body):
+        if not await self._keep_turn(call.thread, request, body):
             body = call.renderer.whole(summary)
         return web.Response(body=body, content_type=JSON)
 
-    async def _store_turn(
+    async def _keep_turn(
         self, thread: ConversationThread | None, request: GenerateRequest, body: bytes
     ) -> bool:
-        """Store the response if requested; on failure mark the thread and return False."""
-        if thread is None or not thread.store:
+        """Store the response if requested; on failure mark the thread and return False.
+
+        A connection that keeps its conversation keeps the response in any case.
+        """
+        if thread is None:
             return True
-        threads, large = self._dependencies.preprocessor.threads, request.body_bytes >= LARGE
-        turn = (
-            await threads.call(request.owner, lambda: thread.turn(body))
-            if large
-            else thread.turn(body)
-        )
+        stored = not thread.store or await self._store(thread, request, body)
+        if thread.keeps and request.light:
+            thread.keep(body)
+        elif thread.keeps:
+            await self._apart(request, lambda: thread.keep(body))
+        return stored
+
+    async def _apart(self, request: GenerateRequest, work: Callable[[], T]) -> T:
+        """Do work on a body and its answer, in a thread unless they are short."""
+        if request.body_bytes < LARGE:
+            return work()
+        return await self._dependencies.preprocessor.threads.call(request.owner, work)
+
+    async def _store(
+        self, thread: ConversationThread, request: GenerateRequest, body: bytes
+    ) -> bool:
+        turn = await self._apart(request, lambda: thread.turn(body))
         turn.tenant = request.cache_salt
         storing, stored = request.span.child(STORE_RESPONSE), False
         try:
@@ -325,7 +380,7 @@ class GenerateEndpoint:
         return stored
 
     async def _stream(
-        self, stream: EventStream, api: Api, active: ActiveRequest, call: ApiCall
+        self, stream: AnswerStream, api: Api, active: ActiveRequest, call: ApiCall
     ) -> web.StreamResponse:
         """Open the stream once workers accepted the request, or when a keep-alive is due."""
         if stream.is_open:
@@ -344,15 +399,15 @@ class GenerateEndpoint:
             self._dependencies.stream_supervisor.remove(stream)
 
     async def _last_frames(
-        self, stream: EventStream, active: ActiveRequest, call: ApiCall
+        self, stream: AnswerStream, active: ActiveRequest, call: ApiCall
     ) -> bytes:
         """Wait for the end of the request; return the frames left, or those of an error."""
         renderer, thread = call.renderer, call.thread
         try:
             last = await active.finished()
             summary = active.summary()
-            if thread is not None and thread.store:
-                await self._store_turn(thread, call.request, renderer.whole(summary))
+            if thread is not None and (thread.store or thread.keeps):
+                await self._keep_turn(thread, call.request, renderer.whole(summary))
             return last + renderer.done(summary)
         except ApiError as error:
             stream.failed = True

@@ -168,6 +168,8 @@ class RequestMiddleware:
         self._authenticator.check_origin(http.method, http.headers, allowed)
         now = asyncio.get_running_loop().time()
         caller = http[CALLER] = Caller(self._authenticator, http, now)
+        if http.method == hdrs.METH_GET and http.match_info.route.name in self._id_prefixes:
+            return await handler(http)  # opens a WebSocket: its requests are admitted
         share = caller.fair_class  # that of now: its key may change while the request runs
         self._admission.enter(share, self._promptness.behind_s)
         try:

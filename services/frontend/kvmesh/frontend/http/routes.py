@@ -23,6 +23,7 @@ from kvmesh.frontend.http.middleware import RequestMiddleware
 from kvmesh.frontend.http.models_health import FrontendReadiness, InformationEndpoints
 from kvmesh.frontend.http.openapi import Description
 from kvmesh.frontend.http.responses.endpoints import StoredResponseEndpoints
+from kvmesh.frontend.http.responses.websocket import SocketEndpoint, Sockets
 from kvmesh.frontend.http.tokenize import CountingApi, TokenizeEndpoints
 from kvmesh.runtime.warnings import Warnings
 
@@ -36,11 +37,12 @@ ROOT = {
     "openai_base_url": "/v1",
     "anthropic_base_url": "/",
 }
+RESPONSES = "/v1/responses"
 GENERATING: dict[str, Api] = {
     "/v1/chat/completions": Chat(),
     "/v1/completions": Completions(),
     "/v1/messages": Messages(),
-    "/v1/responses": Responses(),
+    RESPONSES: Responses(),  # the last one: a WebSocket is opened by another method of it
 }
 COUNTING: dict[str, CountingApi] = {
     "/v1/tokenize": Tokenize(),
@@ -54,6 +56,7 @@ def application(
     readiness: FrontendReadiness,
     more: Sequence[web.RouteDef],
     warnings: Warnings,
+    sockets: Sockets,
     access_log: Callable[[AccessEntry], None] | None = None,
 ) -> web.Application:
     """The application with all routes of a frontend, `more` among them."""
@@ -69,7 +72,7 @@ def application(
         dependencies.responses,
         threads,
         dependencies.background,
-        partial(generate.resumer, GENERATING["/v1/responses"]),
+        partial(generate.resumer, GENERATING[RESPONSES]),
     )
     busy = BusyThresholdEndpoints(endpoints, dependencies.bus, dependencies.registry)
     information = InformationEndpoints(
@@ -87,6 +90,8 @@ def application(
         access_log,
         cross_origin,
     )
+    socket = SocketEndpoint(generate, middleware, settings, threads, sockets)
+    opening = web.get(RESPONSES, socket.open, name="responses", allow_head=False)
     app = web.Application(
         client_max_size=settings.max_body_bytes, middlewares=[web.middleware(middleware)]
     )
@@ -102,6 +107,7 @@ def application(
         )
         for route in [
             *(web.post(p, generate.handler(api), name=api.name) for p, api in GENERATING.items()),
+            *([opening] if settings.websocket_bytes else []),
             *(web.post(p, tokenize.counting(api), name=api.name) for p, api in COUNTING.items()),
             web.post("/v1/detokenize", tokenize.detokenize(), name="detokenize"),
             *stored.routes,

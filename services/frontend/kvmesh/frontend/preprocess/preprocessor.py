@@ -14,7 +14,7 @@ from kvmesh.frontend.answers.restore import KnownAnswer, restore
 from kvmesh.frontend.answers.store import AnswerStore
 from kvmesh.frontend.apis.turns.bodies import Turns
 from kvmesh.frontend.cache_account.comparison import PromptComparison
-from kvmesh.frontend.conversation import GenerateRequest, Message, RenderedPrompt
+from kvmesh.frontend.conversation import GenerateRequest, Message, RenderedPrompt, Text
 from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.dialects.templates.chat_template import continued_text
 from kvmesh.frontend.dialects.templates.frame_probe import CONTINUE
@@ -53,6 +53,7 @@ T = TypeVar("T")
 FoundAnswers = list[tuple[AnswerRun, KnownAnswer]]
 LARGE_BODY = 128 << 10  # bytes; requests of more that are not light are preprocessed in a thread
 MANY_MESSAGES = 256  # requests with more new messages are preprocessed in a thread, too
+CUT = "\ue000kvmesh-next\ue000"  # stands for the text that a client is to send next
 _PREPARED = "messages prepared before"
 TAIL_CHARS = 256
 MIN_MESSAGES = 3  # of a conversation with an earlier answer
@@ -146,10 +147,7 @@ class Preprocessor:
         Raises ContextExceeded or InvalidRequest.
         """
         self._arrange(request, model)
-        hints = scope_sessions(request.hints, request.cache_salt)
-        request.hints = replace(hints, conversation=conversation_key(request))
-        if hints.session is None and (session := inferred_session(request)) is not None:
-            request.hints = replace(request.hints, session=session)
+        _name_session(request)
         found = await self._stored(request, model)
         return await self._run(request, self._prepare(request, model, adapter, found))
 
@@ -311,17 +309,27 @@ class Preprocessor:
             // TOKEN_BYTES
         )
 
-    async def tokens_before(
-        self, request: GenerateRequest, model: ServedModel, marker: str
-    ) -> bytes:
-        """Packed tokens of a conversation, up to the segment that contains the text `marker`."""
-        return await self._run(request, self._tokens_before(request, model, marker))
+    async def ahead(
+        self, request: GenerateRequest, model: ServedModel, adapter: str | None
+    ) -> PromptTokens:
+        """The prompt of a conversation up to its user's next message; raises as `prepare` does."""
+        self._arrange(request, model)
+        _name_session(request)
+        found = await self._stored(request, model)
+        self._restore(request, model, found, output_form(request, model).rewrites_calls)
+        messages = [*request.messages, Message("user", [Text(CUT)])]
+        tokens = await self.tokens_before(replace(request, messages=messages), model)
+        check_context(len(tokens) // TOKEN_BYTES, model.card.context)
+        salt = self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
+        return hash_prompt(tokens, model, salt, explicit_retention(request))
 
-    def _tokens_before(
-        self, request: GenerateRequest, model: ServedModel, marker: str
-    ) -> Steps[bytes]:
+    async def tokens_before(self, request: GenerateRequest, model: ServedModel) -> bytes:
+        """Packed tokens of a conversation, up to the segment that contains the text `CUT`."""
+        return await self._run(request, self._tokens_before(request, model))
+
+    def _tokens_before(self, request: GenerateRequest, model: ServedModel) -> Steps[bytes]:
         rendered = render(request, model)
-        end = rendered.text.find(marker)
+        end = rendered.text.find(CUT)
         if end < 0:
             return b""
         pieces = text_pieces(rendered._replace(text=rendered.text[:end]), model.dialect.encoder)
@@ -349,6 +357,14 @@ class Preprocessor:
             tokens = yield from self._encoder.encode(part, request.cache_salt, model)
             offsets.add(offset, b"".join(tokens))
         return prompt_retention(request, spans, offsets, model.card.block_size)
+
+
+def _name_session(request: GenerateRequest) -> None:
+    """Give the request the names of its conversation and session, within its tenant."""
+    hints = scope_sessions(request.hints, request.cache_salt)
+    request.hints = replace(hints, conversation=conversation_key(request))
+    if hints.session is None and (session := inferred_session(request)) is not None:
+        request.hints = replace(request.hints, session=session)
 
 
 def render(request: GenerateRequest, model: ServedModel, plain: bool = False) -> RenderedPrompt:

@@ -34,7 +34,7 @@ from kvmesh.frontend.sessions.speculations import (
     SpeculativePrefills,
     common_blocks,
 )
-from kvmesh.frontend.sessions.speculative_prefill import CUT, successor
+from kvmesh.frontend.sessions.speculative_prefill import successor
 from kvmesh.hashing import HASH_BYTES, block_hashes
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.tracing.names import SPECULATIVE_PREFILL, STATUS
@@ -184,7 +184,7 @@ class SessionHooks:
     ) -> None:
         prepared, task = active.prepared, active.tasks[0]
         try:
-            tokens = await self._preprocessor.tokens_before(following, prepared.model, CUT)
+            tokens = await self._preprocessor.tokens_before(following, prepared.model)
         except ApiError as error:
             log.info("cannot predict the request after %s: %s", following.id, error)
             return

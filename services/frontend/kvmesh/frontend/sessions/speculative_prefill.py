@@ -13,9 +13,8 @@ from kvmesh.frontend.conversation import (
     ToolResult,
 )
 from kvmesh.frontend.dialects.templates.frame_probe import CONTINUE
+from kvmesh.frontend.preprocess.preprocessor import CUT
 from kvmesh.frontend.turn_memo import NO_MEMO
-
-CUT = "\ue000kvmesh-next\ue000"
 
 
 def successor(

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Raw
+from msgspec.structs import replace
 
 from kvmesh.frontend.apis import openai, transcript
 from kvmesh.frontend.apis.base import (
@@ -15,33 +16,23 @@ from kvmesh.frontend.apis.base import (
     Headers,
     RequestStamp,
     SoFar,
-    StoredTurn,
     TokenLogprob,
     Usage,
     decode,
     json_encode,
 )
 from kvmesh.frontend.apis.cache_ttl import cache_ttl_s
-from kvmesh.frontend.apis.content.tagged import Reading
 from kvmesh.frontend.apis.nvext import ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.responses.body import (
     ResponsesBody,
-    input_items,
-    instructions,
-    storable_items,
+    preloads,
     summarizes,
-    to_messages,
     to_request,
     without_effect,
 )
 from kvmesh.frontend.apis.responses.items import RESPONSE_PREFIX, OutputItem
-from kvmesh.frontend.apis.responses.references import (
-    Outputs,
-    References,
-    referenced_responses,
-    resolve,
-)
+from kvmesh.frontend.apis.responses.thread import ResponsesThread
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
 from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
@@ -67,7 +58,10 @@ def parse_body(
     parsed = turn.decode(_decoder, "input")
     request = to_request(parsed, Responses.id_prefix + stamp.token, turn)
     apply_hints(request, headers, parsed.nvext, parsed.prompt_cache_key)
-    request.retain_prompt(cache_ttl_s(parsed.prompt_cache_retention, parsed.prompt_cache_options))
+    options = parsed.prompt_cache_options
+    if options is not None and options.prewarm:
+        options = replace(options, prewarm=None)
+    request.retain_prompt(cache_ttl_s(parsed.prompt_cache_retention, options))
     if "ignored" in request.extra_fields:
         fields = [*ignored_fields(body, ResponsesBody), *without_effect(decode(_decoder, body))]
         request.ignored += [*fields, *unknown_headers(headers)]
@@ -86,8 +80,18 @@ class Responses:
         turn = turn or TurnBody(body)
         parsed, request = parse_body(body, headers, stamp, turn)
         answer = ResponsesAnswer(request, parsed, stamp)
-        thread = ResponsesThread(request, parsed, answer, turn.items)
-        return ApiCall(request, answer, thread, answer.go_on if parsed.background else None)
+        thread = self._thread(request, parsed, turn, answer.mark_unstored)
+        go_on = answer.go_on if parsed.background else None
+        return ApiCall(request, answer, thread, go_on, preloads(parsed))
+
+    def _thread(
+        self,
+        request: GenerateRequest,
+        body: ResponsesBody,
+        turn: TurnBody,
+        on_unstored: Callable[[], None],
+    ) -> ResponsesThread:
+        return ResponsesThread(request, body, turn, on_unstored)
 
 
 class InputTokens:
@@ -104,65 +108,6 @@ class InputTokens:
     def answer(self, request: GenerateRequest, prompts: list[bytes], context: int) -> bytes:
         count = sum(len(prompt) // TOKEN_BYTES for prompt in prompts)
         return json_encode({"object": "response.input_tokens", "input_tokens": count})
-
-
-class ResponsesThread:
-    """The stored conversation that a response continues or refers to, and its own turn."""
-
-    def __init__(
-        self,
-        request: GenerateRequest,
-        body: ResponsesBody,
-        answer: "ResponsesAnswer",
-        known: Callable[[], list[Raw]],
-    ) -> None:
-        """`known` returns the items before those of `body`, none of which is a reference."""
-        self._known = known
-        self._request = request
-        self._body = body
-        self._answer = answer
-        self.previous = body.previous_response_id
-        self.store = body.store is not False
-
-    def _items(self) -> list[Raw]:
-        return [*self._known(), *input_items(self._body)]
-
-    def referenced(self, turns: list[StoredTurn]) -> References:
-        """Responses whose items the input or an earlier turn refers to."""
-        items = input_items(self._body) if isinstance(self._body.input, list) else []
-        return referenced_responses([*_items(turns), *items])
-
-    def extend(self, turns: list[StoredTurn], outputs: Outputs) -> None:
-        """Insert the messages of earlier turns before this request's input; resolve references."""
-        earlier = resolve(_items(turns), outputs, "previous_response_id")
-        own = resolve(self._items(), outputs, "input")
-        reading = Reading()
-        found = [message for items in (earlier, own) for message in to_messages(items, reading)]
-        self._request.messages = [*instructions(self._body), *found]
-        self._request.body_bytes += reading.sealed.bytes
-
-    def turn(self, response: bytes) -> StoredTurn:
-        """The turn to store, with the whole `response` object."""
-        output = msgspec.json.decode(response, type=_Output).output
-        return StoredTurn(
-            id=self._request.id,
-            previous=self.previous,
-            input=storable_items(self._items()),
-            output=output,
-            response=Raw(response),
-        )
-
-    def mark_unstored(self) -> None:
-        self.store = False
-        self._answer.mark_unstored()
-
-
-def _items(turns: list[StoredTurn]) -> list[Raw]:
-    return [item for turn in turns for item in (*turn.input, *turn.output)]
-
-
-class _Output(msgspec.Struct):
-    output: list[Raw]
 
 
 class ResponsesAnswer:
@@ -189,7 +134,7 @@ class ResponsesAnswer:
         self._sequence = number
 
     def begin(self, so_far: SoFar | None = None) -> bytes:
-        response = self._object("in_progress", None)
+        response = Raw(json_encode(self._object("in_progress", None)))
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
@@ -328,9 +273,16 @@ def _request_fields(body: ResponsesBody) -> dict[str, Any]:
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": form},
         "tool_choice": body.tool_choice or "auto",
-        "tools": body.tools or [],
+        "tools": [_one_line(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "user": body.user,
     }
+
+
+def _one_line(tool: Raw) -> Raw:
+    """The JSON without the line breaks of a client, which would end the line of an event."""
+    text = bytes(tool)
+    broken = b"\n" in text or b"\r" in text
+    return Raw(msgspec.json.format(text, indent=-1)) if broken else tool

@@ -125,6 +125,7 @@ class ResponsesBody(Struct, kw_only=True):
     prompt_cache_retention: CacheRetention | None = None
     prompt_cache_options: CacheOptions | None = None
     background: bool | None = None
+    generate: bool | None = None
     conversation: Any = None
     prompt: Any = None
     response_format: Any = None
@@ -174,11 +175,13 @@ def to_request(body: ResponsesBody, request_id: str, turn: TurnBody) -> Generate
 
 def _check(body: ResponsesBody, known: int) -> None:
     UNSUPPORTED.refuse(body)
-    if not body.input and not body.previous_response_id:
+    if not (body.input or body.previous_response_id or preloads(body)):
         raise InvalidRequest("`input` must not be empty.", "input", MISSING)
     if isinstance(body.input, list):
         check_length(known + len(body.input), 0, MAX_MESSAGES, "input")
     check_length(len(body.tools or []), 0, MAX_TOOLS, "tools")
+    if body.background and preloads(body):
+        raise InvalidRequest("`background` has no effect without an answer.", "background")
     if body.background and body.store is False:
         raise InvalidRequest("`background` requires `store`.", "background")
 
@@ -267,6 +270,12 @@ def _messages(raw: Raw, where: str, reading: Reading) -> list[Message]:
         reading.skipped.append(where)
     reading.refers |= message is None
     return [] if message is None else [message]
+
+
+def preloads(body: ResponsesBody) -> bool:
+    """True if the prompt is to be computed ahead, without an answer."""
+    options = body.prompt_cache_options
+    return body.generate is False or bool(options and options.prewarm)
 
 
 def summarizes(body: ResponsesBody) -> bool:

@@ -35,7 +35,7 @@ from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.http.cache.clear_release import ClearReleaseEndpoints
 from kvmesh.frontend.http.cache.pin_store import PinStore
 from kvmesh.frontend.http.cache.pins import PinEndpoints
-from kvmesh.frontend.http.cache.prefetch import PrefetchEndpoint
+from kvmesh.frontend.http.cache.prefetch import PrefetchEndpoint, Prefetcher
 from kvmesh.frontend.http.cache.prompt_resolver import PromptResolver
 from kvmesh.frontend.http.cache.tool_events import ToolEventEndpoints
 from kvmesh.frontend.http.endpoint import Action, EndpointFactory
@@ -55,7 +55,10 @@ T = TypeVar("T")
 
 
 class CacheApi:
-    """Wires the endpoints of the cache; `session_hooks` are those of every request."""
+    """Wires the endpoints of the cache; `session_hooks` are those of every request.
+
+    `prefetcher` loads prompts ahead.
+    """
 
     def __init__(
         self,
@@ -75,7 +78,8 @@ class CacheApi:
         self._sessions = LastPrompts(service.bus, settings.session_prompts_bytes)
         prompts = PromptResolver(registry, preprocessor, self._sessions, authenticator, tenants)
         self._endpoints = EndpointFactory(settings, preprocessor.threads, preprocessor.turns)
-        self._prefetch = PrefetchEndpoint(route_client, prompts, control, events)
+        self.prefetcher = Prefetcher(route_client, control, events)
+        self._prefetch = PrefetchEndpoint(self.prefetcher, prompts)
         self._pins = PinEndpoints(prompts, control, PinStore(service.bus))
         self._clear_release = ClearReleaseEndpoints(registry, control, tenants)
         self._tools = ToolEventEndpoints(service.bus)

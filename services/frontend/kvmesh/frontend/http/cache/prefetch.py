@@ -1,9 +1,10 @@
 """POST and DELETE /v1/prefetch: load a prompt's blocks into the worker that would serve it."""
 
+import logging
 import re
 import secrets
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvmesh.bus.errors import MessageTooLarge
 from kvmesh.bus.messages import (
@@ -17,7 +18,9 @@ from kvmesh.bus.messages import (
     SeqFree,
 )
 from kvmesh.bus.subjects import token, untoken
+from kvmesh.frontend.apis.base import Usage
 from kvmesh.frontend.apis.cache.body import PrefetchBody
+from kvmesh.frontend.auth.accounts import Account
 from kvmesh.frontend.dispatch.control_client import ControlClient
 from kvmesh.frontend.dispatch.route_client import RouteClient
 from kvmesh.frontend.dispatch.route_request import route_request
@@ -27,53 +30,56 @@ from kvmesh.frontend.http.cache.prompt_resolver import PromptResolver, ResolvedP
 from kvmesh.frontend.http.endpoint import EndpointCall
 from kvmesh.frontend.namespaces import certain_conversation, scoped
 
+log = logging.getLogger(__name__)
 ROUTE_S = 2.0
 MAX_AHEAD_S = 3600.0
 _ID = re.compile(r"pf_[0-9a-f]{24}")
 
 
+class PrefetchRefused(Unavailable):
+    """The worker that would serve the prompt does not prefetch it; `placed` as far as it was."""
+
+    def __init__(self, reason: str, placed: "PlacedPrefetch") -> None:
+        super().__init__(f"The worker refused the prefetch: {reason}")
+        self.placed = placed
+
+
+class PlacedPrefetch(NamedTuple):
+    """A prefetch: its id, and the rank that loads the prompt, of which tiers hold `overlap`."""
+
+    id: str
+    rank: RankKey
+    overlap: list[int]
+
+
 class PrefetchEndpoint:
-    """Routes a prompt like a request and sends a prefetch command to the chosen worker.
+    """Starts and cancels prefetches for clients.
 
     Stateless: the id of a prefetch includes its instance, and commands carry the tenant.
     """
 
-    def __init__(
-        self,
-        route_client: RouteClient,
-        prompts: PromptResolver,
-        control: ControlClient,
-        events: SequenceEventPublisher,
-    ) -> None:
-        self._route_client = route_client
+    def __init__(self, prefetcher: "Prefetcher", prompts: PromptResolver) -> None:
+        self._prefetcher = prefetcher
         self._prompts = prompts
-        self._control = control
-        self._events = events
 
     async def start(self, call: EndpointCall[PrefetchBody]) -> dict[str, Any]:
-        parsed, account = call.parsed, call.caller.account
+        parsed = call.parsed
         if parsed.at is not None and parsed.at > time.time() + MAX_AHEAD_S:
             raise InvalidRequest("`at` must be at most an hour ahead.", "at")
         target = await self._prompts.resolve(call)
         target.require_full_block()
-        own = f"pf_{secrets.token_hex(12)}"
-        routed = await self._route(target, own, parsed)
-        worker = routed.prefill or RankKey(routed.instance, routed.rank)
-        command = _command(scoped(target.tenant, own), target, parsed, worker.rank)
-        reply = await self._control.request(worker.instance, command)
-        if not reply.ok:
-            raise Unavailable(f"The worker refused the prefetch: {reply.reason}")
-        if account is not None:
-            account.charge_tokens(min(parsed.compute, target.prompt.count))
+        terms = PrefetchTerms(compute=parsed.compute, at=parsed.at, deadline_s=parsed.deadline)
+        placed = await self._prefetcher.start(target, terms, call.caller.account)
+        worker = placed.rank
         return {
-            "id": f"{own}.{token(worker.instance)}",
+            "id": f"{placed.id}.{token(worker.instance)}",
             "object": "prefetch",
             "model": target.request.model,
             "instance": worker.instance,
             "dp_rank": worker.rank,
             "tokens": target.prompt.count,
             "blocks": target.blocks,
-            "overlap": routed.overlap,
+            "overlap": placed.overlap,
             "at": parsed.at,
             "deadline": parsed.deadline,
             "compute": parsed.compute,
@@ -83,15 +89,60 @@ class PrefetchEndpoint:
         own, _, instance = call.path_id.partition(".")
         if not _ID.fullmatch(own) or not instance:
             raise ApiError("not_found", f"Prefetch `{call.path_id}` not found.")
-        command = Cancel(scoped(call.caller.tenant, own))
-        reply = await self._control.request(untoken(instance), command)
-        return {"id": call.path_id, "object": "prefetch", "cancelled": reply.ok}
+        cancelled = await self._prefetcher.cancel(scoped(call.caller.tenant, own), instance)
+        return {"id": call.path_id, "object": "prefetch", "cancelled": cancelled}
 
-    async def _route(self, target: ResolvedPrompt, request_id: str, parsed: PrefetchBody) -> Routed:
+
+class Prefetcher:
+    """Routes prompts like requests and sends prefetch commands to the chosen workers."""
+
+    def __init__(
+        self, route_client: RouteClient, control: ControlClient, events: SequenceEventPublisher
+    ) -> None:
+        self._route_client = route_client
+        self._control = control
+        self._events = events
+
+    async def start(
+        self, target: ResolvedPrompt, terms: PrefetchTerms, account: Account | None
+    ) -> PlacedPrefetch:
+        """Load a prompt of at least a block, on the account; raises ApiError."""
+        own = f"pf_{secrets.token_hex(12)}"
+        routed = await self._route(target, own, terms)
+        worker = routed.prefill or RankKey(routed.instance, routed.rank)
+        placed = PlacedPrefetch(own, worker, routed.overlap)
+        command = _command(scoped(target.tenant, own), target, terms, worker.rank)
+        reply = await self._control.request(worker.instance, command)
+        if not reply.ok:
+            raise PrefetchRefused(reply.reason, placed)
+        if account is not None:
+            account.charge_tokens(min(terms.compute, target.prompt.count))
+        return placed
+
+    async def preload(self, target: ResolvedPrompt, account: Account | None) -> Usage:
+        """Have a prompt computed ahead of the next one; raises ApiError if nothing can serve it.
+
+        Workers that do not prefetch compute it with that one.
+        """
+        size, count = target.model.card.block_size, target.prompt.count
+        if not target.blocks:
+            return Usage(count, 0, 0, 0)
+        try:
+            placed = await self.start(target, PrefetchTerms(compute=count), account)
+        except PrefetchRefused as error:
+            log.info("no preload of %s: %s", target.request.id, error)
+            placed = error.placed
+        cached = min(sum(placed.overlap), target.blocks) * size
+        return Usage(count, cached, target.blocks * size - cached, 0)
+
+    async def cancel(self, wire_id: str, instance: str) -> bool:
+        """Cancel a prefetch of the instance, which is named as in an id; True if there was one."""
+        return (await self._control.request(untoken(instance), Cancel(wire_id))).ok
+
+    async def _route(self, target: ResolvedPrompt, request_id: str, terms: PrefetchTerms) -> Routed:
         """Placement of the prompt now; a prefetch does not wait in the router's queue for long."""
         model = target.model.card.name
         attempts = [request_id]
-        terms = PrefetchTerms(compute=parsed.compute, at=parsed.at, deadline_s=parsed.deadline)
 
         def compose(new_attempt: bool, arrived: float | None) -> RouteRequest:
             if new_attempt:
@@ -123,7 +174,7 @@ class PrefetchEndpoint:
         return reply
 
 
-def _command(wire_id: str, target: ResolvedPrompt, parsed: PrefetchBody, rank: int) -> Prefetch:
+def _command(wire_id: str, target: ResolvedPrompt, terms: PrefetchTerms, rank: int) -> Prefetch:
     return Prefetch(
         id=wire_id,
         tokens=target.prompt.tokens,
@@ -133,8 +184,8 @@ def _command(wire_id: str, target: ResolvedPrompt, parsed: PrefetchBody, rank: i
         session=target.request.hints.session,
         conversation=certain_conversation(target.request.hints),
         retention=target.prompt.retention,
-        at=None if parsed.at is None or parsed.at <= time.time() else parsed.at,
-        deadline_s=parsed.deadline,
-        compute=parsed.compute,
+        at=None if terms.at is None or terms.at <= time.time() else terms.at,
+        deadline_s=terms.deadline_s,
+        compute=terms.compute,
         rank=rank,
     )

@@ -1,0 +1,196 @@
+"""The conversation that a response continues, and its own turn. Pure."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+from msgspec import Raw
+
+from kvmesh.frontend.apis.base import StoredTurn
+from kvmesh.frontend.apis.content.tagged import Reading
+from kvmesh.frontend.apis.responses.body import (
+    ResponsesBody,
+    input_items,
+    instructions,
+    storable_items,
+    to_messages,
+)
+from kvmesh.frontend.apis.responses.references import (
+    Outputs,
+    References,
+    referenced_responses,
+    resolve,
+)
+from kvmesh.frontend.apis.turns.bodies import TurnBody
+from kvmesh.frontend.conversation import GenerateRequest, Message
+from kvmesh.frontend.turn_memo import TurnMemo
+
+
+class _Output(msgspec.Struct):
+    output: list[Raw]
+
+
+class ResponsesThread:
+    """The stored conversation that a response continues or refers to, and its own turn.
+
+    `on_unstored` makes the answer say that it was not stored.
+    """
+
+    kept: "KeptConversation | None" = None
+    keeps = False
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        body: ResponsesBody,
+        turn: TurnBody,
+        on_unstored: Callable[[], None],
+    ) -> None:
+        self._known = turn.items  # those before the items of `body`, none of which is a reference
+        self._request = request
+        self._body = body
+        self._on_unstored = on_unstored
+        self.previous = body.previous_response_id
+        self.store = body.store is not False
+
+    def _items(self) -> list[Raw]:
+        return [*self._known(), *input_items(self._body)]
+
+    def referenced(self, turns: list[StoredTurn]) -> References:
+        """Responses whose items the input or an earlier turn refers to."""
+        items = input_items(self._body) if isinstance(self._body.input, list) else []
+        return referenced_responses([*_items(turns), *items])
+
+    def extend(self, turns: list[StoredTurn], outputs: Outputs) -> None:
+        """Insert the messages of earlier turns before this request's input; resolve references."""
+        reading = Reading()
+        earlier = self._earlier(turns, outputs, reading)
+        own = to_messages(resolve(self._items(), outputs, "input"), reading)
+        self._show([*earlier, *own])
+        self._request.body_bytes += reading.sealed.bytes
+
+    def _earlier(
+        self, turns: list[StoredTurn], outputs: Outputs, reading: Reading
+    ) -> Sequence[Message]:
+        return to_messages(resolve(_items(turns), outputs, "previous_response_id"), reading)
+
+    def _show(self, messages: list[Message]) -> None:
+        self._request.messages = [*instructions(self._body), *messages]
+
+    def turn(self, response: bytes) -> StoredTurn:
+        """The turn to store, with the whole `response` object."""
+        return StoredTurn(
+            id=self._request.id,
+            previous=self.previous,
+            input=storable_items(self._items()),
+            output=output_of(response),
+            response=Raw(response),
+        )
+
+    def mark_unstored(self) -> None:
+        self.store = False
+        self._on_unstored()
+
+    def keep(self, response: bytes) -> None:
+        """Keep nothing: the conversation is that of one request."""
+
+
+class KeptConversation(NamedTuple):
+    """A conversation up to a response, as a connection keeps it.
+
+    `stored` is the last of its responses that is stored, if one is; `items` are those behind it.
+    `messages` are those of the whole conversation without instructions, made of `size` bytes. Only
+    `tenant` may continue it.
+    """
+
+    tenant: str
+    stored: str | None
+    items: Sequence[Raw]
+    messages: Sequence[Message]
+    memo: TurnMemo
+    size: int
+
+
+Keep = Callable[[str, KeptConversation], None]
+
+
+class KeptThread(ResponsesThread):
+    """A response over a connection that keeps its conversation.
+
+    It continues `kept`, if the connection has what precedes it; `keep` gets it with its id at its
+    end.
+    """
+
+    keeps = True
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        body: ResponsesBody,
+        turn: TurnBody,
+        on_unstored: Callable[[], None],
+        kept: KeptConversation | None,
+        keep: Keep,
+    ) -> None:
+        super().__init__(request, body, turn, on_unstored)
+        self.kept = kept
+        self._keep = keep
+        self._refers = False
+        self._size = kept.size if kept is not None else 0
+        self._memo = request.memo = kept.memo if kept is not None else TurnMemo()
+        self._messages = request.messages[len(instructions(body)) :]
+        self._show(self._messages)
+
+    def referenced(self, turns: list[StoredTurn]) -> References:
+        found = super().referenced(turns)
+        self._refers = bool(found)
+        return found
+
+    def extend(self, turns: list[StoredTurn], outputs: Outputs) -> None:
+        if self.kept is not None and not self._refers:
+            self._show([*self.kept.messages, *self._messages])
+            return
+        self._size += sum(map(len, _items(turns)))
+        super().extend(turns, outputs)
+
+    def _earlier(
+        self, turns: list[StoredTurn], outputs: Outputs, reading: Reading
+    ) -> Sequence[Message]:
+        if self.kept is not None:
+            return self.kept.messages
+        return super()._earlier(turns, outputs, reading)
+
+    def _show(self, messages: list[Message]) -> None:
+        self._messages = messages
+        system = [self._memo.same("instructions", each) for each in instructions(self._body)]
+        self._request.messages = [*system, *messages]
+
+    def turn(self, response: bytes) -> StoredTurn:
+        turn = super().turn(response)
+        if self.kept is not None:
+            turn.previous = self.kept.stored
+            turn.input = [*storable_items(list(self.kept.items)), *turn.input]
+        return turn
+
+    def keep(self, response: bytes) -> None:
+        """Keep the conversation up to this `response`, for the connection's next one."""
+        own, output = self._items(), output_of(response)
+        stored: str | None = self._request.id
+        items: list[Raw] = []
+        if not self.store:
+            stored = self.kept.stored if self.kept is not None else self.previous
+            items = [*(self.kept.items if self.kept is not None else ()), *own, *output]
+        messages = [*self._messages, *to_messages(output, Reading())]
+        size = self._size + sum(map(len, own)) + sum(map(len, output))
+        request = self._request
+        kept_now = KeptConversation(request.cache_salt, stored, items, messages, request.memo, size)
+        self._keep(request.id, kept_now)
+
+
+def output_of(response: bytes) -> list[Raw]:
+    """The output items of a response object."""
+    return msgspec.json.decode(response, type=_Output).output
+
+
+def _items(turns: list[StoredTurn]) -> list[Raw]:
+    return [item for turn in turns for item in (*turn.input, *turn.output)]
