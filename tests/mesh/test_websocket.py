@@ -8,7 +8,7 @@ import secrets
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -157,7 +157,7 @@ async def test_lanes_run_at_once_and_fork(client: AsyncOpenAI) -> None:
         ended = {}
         async with asyncio.timeout(PATIENCE_S):
             while len(ended) < len(names):
-                event = await lane.connection.recv()
+                event: Any = await lane.connection.recv()
                 lane.events.append(event)
                 if event.type in END:
                     ended[event.stream_id] = event
@@ -194,7 +194,9 @@ async def test_a_preload_computes_the_prompt_ahead(client: AsyncOpenAI, over: st
     async with connected(client) as lane:
         if over == "http":
             body: Json = {"generate": False, "prompt_cache_options": {"prewarm": True}}
-            ahead: Any = await client.responses.create(**GREEDY, **asked, extra_body=body)
+            ahead: Any = await cast("Any", client.responses).create(
+                **GREEDY, **asked, extra_body=body
+            )
         else:
             ahead = await lane.ask(**asked, generate=False, store=False)
         assert (ahead.output, ahead.status) == ([], "completed")
@@ -220,7 +222,7 @@ async def test_limits_hold_for_each_request_and_not_for_the_connection(mesh: Mes
         connected(client) as idle,
         connected(client) as lane,
     ):
-        await client.responses.create(**GREEDY, input="Hi", store=False)
+        await cast("Any", client.responses).create(**GREEDY, input="Hi", store=False)
         await lane.create(input=STORY, stream_id="a", store=False)
         await lane.create(input=STORY, stream_id="b", store=False)
         refused = await lane.end("b")

@@ -23,6 +23,7 @@ from kvmesh.bus.streams.keeper import keeper_of, remake
 from kvmesh.bus.ticks import next_tick
 from kvmesh.frontend import metrics, prefork
 from kvmesh.frontend.aliases.reader import AliasReader
+from kvmesh.frontend.aliases.shadows import ShadowTraffic
 from kvmesh.frontend.answers.store import AnswerStore
 from kvmesh.frontend.auth.admission import Admission
 from kvmesh.frontend.auth.authenticator import Authenticator, KeysError
@@ -36,7 +37,6 @@ from kvmesh.frontend.dispatch.token_inbox import TokenInbox, step_decoder
 from kvmesh.frontend.dispatch.work_client import WorkClient
 from kvmesh.frontend.generation.active_request import RequestRunner
 from kvmesh.frontend.generation.cache_expectations import CacheExpectations
-from kvmesh.frontend.generation.shadows import ShadowTraffic
 from kvmesh.frontend.http.access_log import configure as configure_access_log
 from kvmesh.frontend.http.cache.api import CacheApi
 from kvmesh.frontend.http.dynamo.metrics import DynamoMetrics

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.promptness import Promptness
+from kvmesh.frontend.aliases.shadows import ShadowTraffic
 from kvmesh.frontend.apis.base import (
     AnswerSummary,
     Api,
@@ -27,7 +28,6 @@ from kvmesh.frontend.dispatch.route_client import Arrivals
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.failure_log import log_failure
 from kvmesh.frontend.generation.active_request import DISCARD, ActiveRequest, RequestRunner
-from kvmesh.frontend.generation.shadows import ShadowTraffic
 from kvmesh.frontend.http.bodies import JSON, LARGE, internal_error
 from kvmesh.frontend.http.cache.prefetch import Prefetcher
 from kvmesh.frontend.http.cache.prompt_resolver import ResolvedPrompt

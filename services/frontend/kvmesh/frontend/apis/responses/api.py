@@ -82,7 +82,7 @@ class Responses:
         answer = ResponsesAnswer(request, parsed, stamp)
         thread = self._thread(request, parsed, turn, answer.mark_unstored)
         go_on = answer.go_on if parsed.background else None
-        return ApiCall(request, answer, thread, go_on, preloads(parsed))
+        return ApiCall(request, answer, thread, go_on, preload=preloads(parsed))
 
     def _thread(
         self,

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from kvmesh.bus.messages import Hints, Placement
 from kvmesh.frontend import metrics
 from kvmesh.frontend.aliases.choice import shadows_of
-from kvmesh.frontend.apis.base import AnswerSummary, Ending, TokenLogprob, Usage
+from kvmesh.frontend.apis.base import AnswerSummary, Ending, SoFar, TokenLogprob, Usage
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.failure_log import log_failure
@@ -32,7 +32,7 @@ FAIR_CLASS = "shadow traffic"  # in the routers' queues, where all copies share 
 class NoRenderer:
     """The renderer of an answer that nobody gets."""
 
-    def begin(self) -> bytes:
+    def begin(self, so_far: SoFar | None = None) -> bytes:
         return b""
 
     def started(self, usage: Callable[[], Usage]) -> bytes:
