@@ -9,9 +9,9 @@ import pytest_asyncio
 from support import apis
 from support.apis import CHAT, MESSAGES, RESPONSES, Api, streamed
 from support.frontend import MODEL, Client, client_session
-from support.indexing import eventually
 from support.mesh import Mesh
 from support.nats import NatsServer
+from support.wait import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 THOUGHT = 90  # tokens of the mock engine's thinking

@@ -8,7 +8,7 @@ import secrets
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any
 
 import aiohttp
 import pytest
@@ -64,7 +64,8 @@ class Lane:
         self.events: list[Any] = []
 
     async def create(self, **fields: Any) -> None:
-        await self.connection.send({"type": "response.create", **GREEDY, **fields})  # type: ignore[typeddict-item]
+        event: Any = {"type": "response.create", **GREEDY, **fields}
+        await self.connection.send(event)
 
     async def end(self, lane: str | None = None) -> Any:
         """The last event of the lane's response; raises TimeoutError."""
@@ -81,6 +82,12 @@ class Lane:
         event = await self.end(fields.get("stream_id"))
         assert event.type in ("response.completed", "response.incomplete"), event
         return event.response
+
+
+async def asked(client: AsyncOpenAI, **fields: Any) -> Any:
+    """A response over HTTP."""
+    responses: Any = client.responses
+    return await responses.create(**GREEDY, **fields)
 
 
 @asynccontextmanager
@@ -119,7 +126,7 @@ async def test_a_conversation_that_is_not_stored_goes_on_by_what_it_adds(
             *(item.to_dict() for item in first.output),
             {"role": "user", "content": "And then?"},
         ]
-        over_http = await client.responses.create(**GREEDY, input=history, store=False)
+        over_http = await asked(client, input=history, store=False)
         assert over_http.output_text == words(second)
         assert over_http.usage is not None
         assert over_http.usage.input_tokens == second.usage.input_tokens
@@ -144,7 +151,7 @@ async def test_a_stored_response_has_all_that_was_not_stored_before_it(
         assert third.usage.input_tokens > second.usage.total_tokens
     items = await client.responses.input_items.list(third.id, order="asc")
     assert len(items.data) == 5
-    fourth = await client.responses.create(**GREEDY, input="Fourth", previous_response_id=third.id)
+    fourth = await asked(client, input="Fourth", previous_response_id=third.id)
     assert fourth.usage is not None
     assert fourth.usage.input_tokens > third.usage.total_tokens
 
@@ -154,7 +161,7 @@ async def test_lanes_run_at_once_and_fork(client: AsyncOpenAI) -> None:
         names = [f"lane-{number}" for number in range(4)]
         for name in names:
             await lane.create(input=unique(STORY), stream_id=name, store=False)
-        ended = {}
+        ended: dict[str, Any] = {}
         async with asyncio.timeout(PATIENCE_S):
             while len(ended) < len(names):
                 event: Any = await lane.connection.recv()
@@ -190,27 +197,25 @@ async def test_a_lane_answers_in_order(client: AsyncOpenAI) -> None:
 @pytest.mark.parametrize("over", ["websocket", "http"])
 async def test_a_preload_computes_the_prompt_ahead(client: AsyncOpenAI, over: str) -> None:
     tools = [{"type": "function", "name": "f", "description": STORY * 4, "parameters": {}}]
-    asked: Json = {"instructions": unique(STORY * 8), "tools": tools}
+    prompt: Json = {"instructions": unique(STORY * 8), "tools": tools}
     async with connected(client) as lane:
         if over == "http":
             body: Json = {"generate": False, "prompt_cache_options": {"prewarm": True}}
-            ahead: Any = await cast("Any", client.responses).create(
-                **GREEDY, **asked, extra_body=body
-            )
+            ahead = await asked(client, **prompt, extra_body=body)
         else:
-            ahead = await lane.ask(**asked, generate=False, store=False)
+            ahead = await lane.ask(**prompt, generate=False, store=False)
         assert (ahead.output, ahead.status) == ([], "completed")
         assert ahead.usage.output_tokens == 0
         assert ahead.usage.input_tokens > 500
 
         async def computed() -> bool:
             """True if a request that only shares this prompt finds it."""
-            other = await lane.ask(**asked, input=unique("Hello"), store=False)
+            other = await lane.ask(**prompt, input=unique("Hello"), store=False)
             return bool(
                 other.usage.input_tokens_details.cached_tokens >= ahead.usage.input_tokens - BLOCK
             )
 
-        answered = await lane.ask(**asked, input="Hello", previous_response_id=ahead.id)
+        answered = await lane.ask(**prompt, input="Hello", previous_response_id=ahead.id)
         assert answered.usage.input_tokens > ahead.usage.input_tokens
         details = answered.usage.input_tokens_details
         assert details.cached_tokens >= ahead.usage.input_tokens - 2 * BLOCK or await computed()
@@ -222,7 +227,7 @@ async def test_limits_hold_for_each_request_and_not_for_the_connection(mesh: Mes
         connected(client) as idle,
         connected(client) as lane,
     ):
-        await cast("Any", client.responses).create(**GREEDY, input="Hi", store=False)
+        await asked(client, input="Hi", store=False)
         await lane.create(input=STORY, stream_id="a", store=False)
         await lane.create(input=STORY, stream_id="b", store=False)
         refused = await lane.end("b")

@@ -33,6 +33,7 @@ NOT_TAILED = {
     messages.DesiredFleet,
     messages.Done,
     messages.EventReport,
+    messages.FailedStart,
     messages.Fetched,
     messages.IdleModel,
     messages.IndexCheck,
