@@ -23,6 +23,7 @@ RUN = [each for each in console_commands() if not each.reason and not each.fails
 UPS = [each for each in RUN if each.kvmesh[:1] == ["up"]]
 OTHERS = [each for each in RUN if each not in UPS]
 SESSIONS = ("demo", "s1", "s2", "s3", "run:main")
+FILES = ("trace.jsonl", "chats.jsonl", "agents.json", "more.jsonl", "more.json", "traces/a.json")
 FOLLOWS_S = 10.0  # of a command that never ends
 
 
@@ -43,7 +44,8 @@ async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Up]:
                 body["nvext"] = {"session_control": {"session_id": name}}
                 status, answer = await client.post("/v1/chat/completions", body)
                 assert status == 200, answer
-        for name in ("trace.jsonl", "chats.jsonl", "agents.json"):
+        (up.folder / "traces").mkdir()
+        for name in FILES:
             made = shell(up, f"kvmesh workload generate demo --sessions 4 -o {name}")
             assert made.returncode == 0, made.stderr
         (up.folder / "output.txt").write_text("Hello")

@@ -240,7 +240,7 @@ def test_status_as_json_has_one_shape(operator: Operator) -> None:
     report = json.loads(out)
     assert err == ""
     names = "nats server namespace time instances starting streams buckets warnings idle_models"
-    assert set(report) == {*names.split(), "aliases"}
+    assert set(report) == {*names.split(), "aliases", "failed_starts"}
     assert report["namespace"] == NAMESPACE
     members = {member["card"]["name"]: member for member in report["instances"]}
     assert list(members) == ["router-0", "worker-0", "worker-1"]

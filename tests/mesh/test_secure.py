@@ -364,7 +364,7 @@ SENDS: dict[str, set[str]] = {
     SUBJECTS.oracle: {"planner"},
     "_INBOX.frontend.x": {"frontend", "router", "indexer", W0, W1, KV, "planner", "oracle"},
     f"$KV.{SUBJECTS.instances_bucket}.worker.worker-0.1f": {"frontend", W0, "operator"},
-    f"$KV.{SUBJECTS.instances_bucket}.parked.worker-0.1f": {W0, "operator"},
+    f"$KV.{SUBJECTS.instances_bucket}.parked.worker-0.1f": {"frontend", W0, "operator"},
     f"$KV.{SUBJECTS.instances_bucket}.router.r.1f": {"router", "operator"},
     f"$KV.{SUBJECTS.instances_bucket}.planner.p.1f": {"planner", "operator"},
     f"$KV.{SUBJECTS.instances_bucket}.oracle.o.1f": {"oracle", "operator"},

@@ -51,6 +51,34 @@ class RequestRunner:
         return ActiveRequest(self, prepared, renderer, started, sink, account)
 
 
+class _Prompt:
+    """Counts a request as waiting until its first token is there, and then as generating.
+
+    Its choices refer to it, and not to the request, which would be a cycle.
+    """
+
+    def __init__(self, events: SequenceEventPublisher, prepared: PreparedRequest) -> None:
+        self._events = events
+        self._model = prepared.model.card.name
+        self._metrics = prepared.model.metrics
+        self._waits = False
+
+    def begin(self) -> None:
+        self._waits = True
+        self._metrics.waiting.inc()
+
+    def computed(self, stream: TokenStream) -> None:
+        """The prompt of an attempt is computed: its first tokens are there."""
+        self._events.event(self._model, SeqPrefilled(stream.attempt))
+        if self._waits:
+            self._waits = False
+            self._metrics.waiting.dec()
+            self._metrics.generating.inc()
+
+    def end(self) -> None:
+        (self._metrics.waiting if self._waits else self._metrics.generating).dec()
+
+
 class ActiveRequest:
     """A running request: `async with` it, await `accepted` (optional) and `finished`.
 
@@ -72,7 +100,7 @@ class ActiveRequest:
         self.started = started
         self._dispatching: asyncio.Future[None] | None = None
         self._summary: AnswerSummary | None = None
-        self._waits = False
+        self._prompt = _Prompt(runner.events, prepared)
         self.prepared = prepared
         request = prepared.request
         count = len(prepared.prompts) * request.n
@@ -89,7 +117,7 @@ class ActiveRequest:
         answer = AnswerContext(
             renderer,
             sink,
-            self._prefilled,
+            self._prompt.computed,
             Opening(renderer, self._counter),
             self.transcript,
         )
@@ -214,18 +242,9 @@ class ActiveRequest:
         await self._runner.dispatcher.follow(task)
         last.append(self._choices[task.index].finish())
 
-    def _prefilled(self, stream: TokenStream) -> None:
-        """The prompt of an attempt is computed: its first tokens are there."""
-        self._runner.events.event(self.prepared.model.card.name, SeqPrefilled(stream.attempt))
-        if self._waits:
-            self._waits = False
-            self.prepared.model.metrics.waiting.dec()
-            self.prepared.model.metrics.generating.inc()
-
     async def __aenter__(self) -> "ActiveRequest":
         metrics.active.inc()
-        self._waits = True
-        self.prepared.model.metrics.waiting.inc()
+        self._prompt.begin()
         self.charge(self.prepared.prompt_tokens)
         return self
 
@@ -234,8 +253,7 @@ class ActiveRequest:
             self._dispatching.cancel()
             self._dispatching = None
         metrics.active.dec()
-        counted = self.prepared.model.metrics
-        (counted.waiting if self._waits else counted.generating).dec()
+        self._prompt.end()
         self.charge(self._counter.output_tokens)
         if kind is not None and issubclass(kind, asyncio.CancelledError | ConnectionError):
             metrics.cancellations.labels(self.prepared.model.card.name).inc()

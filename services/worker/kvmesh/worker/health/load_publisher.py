@@ -7,7 +7,7 @@ from math import ceil
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Load
 
-HEARTBEAT_S = 2.0
+HEARTBEAT_S = 1.0
 STEADY_INTERVALS = 3
 WITH_OUTPUT_AFTER = 0.75  # of the interval
 
