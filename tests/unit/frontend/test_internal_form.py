@@ -145,6 +145,8 @@ ELSEWHERE = (
     conversation.ContextEdits,
     conversation.ClearThinking,
     conversation.ClearToolUses,
+    conversation.Compact,
+    conversation.ConversationSummary,
 )
 EVENTS = (
     conversation.TextDelta,
