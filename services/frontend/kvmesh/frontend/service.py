@@ -23,7 +23,6 @@ from kvmesh.bus.streams.keeper import keeper_of, remake
 from kvmesh.bus.ticks import next_tick
 from kvmesh.frontend import metrics, prefork
 from kvmesh.frontend.aliases.reader import AliasReader
-from kvmesh.frontend.aliases.shadows import ShadowTraffic
 from kvmesh.frontend.answers.store import AnswerStore
 from kvmesh.frontend.auth.admission import Admission
 from kvmesh.frontend.auth.authenticator import Authenticator, KeysError
@@ -52,6 +51,7 @@ from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.no_bus import answer_without_bus
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
+from kvmesh.frontend.sessions.shadows import ShadowTraffic
 from kvmesh.frontend.wake.idle_models import IdleModelReader
 from kvmesh.frontend.wake.waker import Waker
 from kvmesh.runtime.line_writer import LineWriter

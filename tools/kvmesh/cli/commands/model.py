@@ -34,7 +34,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         " that was broken off goes on where it was. `busy` shows or sets the load at which a rank"
         " gets no requests; thresholds survive restarts of routers, and new ones are stored only"
         " for a model that a worker serves or that is idle. `tiny` writes a small random model."
-        " `parse` shows the parts of a raw output, or lists the parsers."
     )
     parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
     parser.add_argument(

@@ -173,6 +173,31 @@ class ConversationThread(Protocol):
         ...
 
 
+class UnseenAnswer:
+    """The renderer of an answer that no client sees."""
+
+    def begin(self, so_far: SoFar | None = None) -> bytes:
+        return b""
+
+    def started(self, usage: Callable[[], Usage]) -> bytes:
+        return b""
+
+    def events(self, choice: int, events: list[AnswerEvent], logprobs: list[TokenLogprob]) -> bytes:
+        return b""
+
+    def end(self, choice: int, ending: Ending) -> bytes:
+        return b""
+
+    def done(self, summary: AnswerSummary) -> bytes:
+        return b""
+
+    def failed(self, error: ApiError) -> bytes:
+        return b""
+
+    def whole(self, summary: AnswerSummary) -> bytes:
+        return b""
+
+
 class ApiCall(Struct):
     """A parsed request with the renderer of its answer; `thread` if the API stores responses.
 

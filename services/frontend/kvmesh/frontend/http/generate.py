@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.promptness import Promptness
-from kvmesh.frontend.aliases.shadows import ShadowTraffic
 from kvmesh.frontend.apis.base import (
     AnswerSummary,
     Api,
@@ -51,6 +50,7 @@ from kvmesh.frontend.preprocess.conversation_key import sticky_key
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
 from kvmesh.frontend.sessions.compaction import Compactor
 from kvmesh.frontend.sessions.hooks import SessionHooks
+from kvmesh.frontend.sessions.shadows import ShadowTraffic
 from kvmesh.frontend.turn_memo import NO_MEMO
 from kvmesh.settings.schema import FrontendSettings
 from kvmesh.tracing.names import STORE_RESPONSE

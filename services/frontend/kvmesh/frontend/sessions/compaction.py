@@ -1,18 +1,16 @@
 """Summaries of conversations, which the model writes before it goes on with an answer."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvmesh.frontend.apis.base import AnswerSummary, Ending, SoFar, TokenLogprob, Usage
+from kvmesh.frontend.apis.base import TokenLogprob, UnseenAnswer, Usage
 from kvmesh.frontend.apis.messages.compaction import summary_of, summary_request
 from kvmesh.frontend.auth.accounts import Account
 from kvmesh.frontend.conversation import AnswerEvent, TextDelta
-from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.generation.active_request import RequestRunner
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
 
 
-class SummaryText:
+class SummaryText(UnseenAnswer):
     """Collects the text of an answer that no client sees."""
 
     def __init__(self) -> None:
@@ -22,26 +20,8 @@ class SummaryText:
     def text(self) -> str:
         return "".join(self._texts)
 
-    def begin(self, so_far: SoFar | None = None) -> bytes:
-        return b""
-
-    def started(self, usage: Callable[[], Usage]) -> bytes:
-        return b""
-
     def events(self, choice: int, events: list[AnswerEvent], logprobs: list[TokenLogprob]) -> bytes:
         self._texts += [event.text for event in events if isinstance(event, TextDelta)]
-        return b""
-
-    def end(self, choice: int, ending: Ending) -> bytes:
-        return b""
-
-    def done(self, summary: AnswerSummary) -> bytes:
-        return b""
-
-    def failed(self, error: ApiError) -> bytes:
-        return b""
-
-    def whole(self, summary: AnswerSummary) -> bytes:
         return b""
 
 

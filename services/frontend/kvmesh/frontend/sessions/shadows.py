@@ -5,15 +5,15 @@ neither key nor tenant: only its outcome says what it took.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import Hints, Placement
 from kvmesh.frontend import metrics
 from kvmesh.frontend.aliases.choice import shadows_of
-from kvmesh.frontend.apis.base import AnswerSummary, Ending, SoFar, TokenLogprob, Usage
-from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
+from kvmesh.frontend.apis.base import UnseenAnswer
+from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.failure_log import log_failure
 from kvmesh.frontend.generation.active_request import RequestRunner
@@ -27,31 +27,6 @@ from kvmesh.tracing.span import NO_SPAN
 log = logging.getLogger(__name__)
 MOST = 64  # at once, of one frontend; beyond, requests are not copied
 FAIR_CLASS = "shadow traffic"  # in the routers' queues, where all copies share one turn
-
-
-class NoRenderer:
-    """The renderer of an answer that nobody gets."""
-
-    def begin(self, so_far: SoFar | None = None) -> bytes:
-        return b""
-
-    def started(self, usage: Callable[[], Usage]) -> bytes:
-        return b""
-
-    def events(self, choice: int, events: list[AnswerEvent], logprobs: list[TokenLogprob]) -> bytes:
-        return b""
-
-    def end(self, choice: int, ending: Ending) -> bytes:
-        return b""
-
-    def done(self, summary: AnswerSummary) -> bytes:
-        return b""
-
-    def failed(self, error: ApiError) -> bytes:
-        return b""
-
-    def whole(self, summary: AnswerSummary) -> bytes:
-        return b""
 
 
 class ShadowTraffic:
@@ -89,7 +64,7 @@ class ShadowTraffic:
         try:
             model, adapter = self._registry.resolve_for(request, sticky_key)
             prepared = await self._preprocessor.prepare(request, model, adapter)
-            async with self._runner.run(prepared, NoRenderer(), started) as active:
+            async with self._runner.run(prepared, UnseenAnswer(), started) as active:
                 await active.finished()
             outcome = "answered"
         except ApiError as error:
