@@ -140,7 +140,7 @@ async def test_a_planner_goes_on_while_the_oracle_is_frozen(
     await place.start()
     requesting = asyncio.create_task(keep_requesting(bus))
     async with scripted_worker(bus, limits, "worker-0") as worker:
-        await planners.start(KVMESH_PLANNER_ORACLE_BUDGET_S="0.5")
+        await planners.start(KVMESH_PLANNER_ORACLE_BUDGET_S="5")
         engine = LinearEngine(worker.instance)
         for _ in range(20):
             bus.post(bus.subjects.load(worker.instance), engine.load())

@@ -70,11 +70,13 @@ async def test_every_api_answers_and_a_cached_prompt_has_the_same_answer(up: Up)
 
     await eventually(cached)
     message = {"role": "user", "content": "Hi"}
-    anthropic = post(up, "/v1/messages", messages=[message], max_tokens=5)
+    anthropic = post(up, "/v1/messages", messages=[message], max_tokens=5, temperature=0)
     assert anthropic["usage"]["output_tokens"] == 5
-    response = post(up, "/v1/responses", input="Hi", max_output_tokens=5)
+    response = post(up, "/v1/responses", input="Hi", max_output_tokens=5, temperature=0)
     assert response["usage"]["output_tokens"] == 5
-    assert post(up, "/v1/completions", prompt="Hi", max_tokens=5)["choices"][0]["text"]
+    assert post(up, "/v1/completions", prompt="Hi", max_tokens=5, temperature=0)["choices"][0][
+        "text"
+    ]
 
 
 async def test_the_phases_of_a_start_add_up(up: Up) -> None:
