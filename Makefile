@@ -34,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## list the targets
 	@sed -n 's/^\([a-z][a-z -]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 58
 
-.PHONY: help setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench servers agents load-generators parsers sglang vllm vllm-next vllm-changes streams readers containers sanitize kubernetes docs clean
+.PHONY: help setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench servers agents load-generators parsers sglang vllm vllm-next vllm-changes streams readers containers wheels sanitize kubernetes docs clean
 
 setup: $(BUILT)  ## only install
 
@@ -239,6 +239,11 @@ containers: $(ENGINES)  ## compose in Docker
 	  $(STEP) "installing what starts a Docker daemon" apt-get install -y -qq debootstrap slirp4netns
 	$(BIN)/pytest -q -m containers tests/containers
 
+# Of the machine's processor; PYTHONS="python3.11 python3.13 …" names those to build for.
+PYTHONS ?= $(PYTHON)
+wheels:  ## dist/: the sdist, and a wheel for each of PYTHONS
+	sh tools/wheels.sh $(PYTHONS)
+
 sanitize:  ## native code under sanitizers
 	for kind in thread address,undefined; do \
 	  cmake -S tests/native -B build/sanitize-$$kind -DSANITIZE=$$kind && \
@@ -279,4 +284,4 @@ docs: setup  ## write the generated pages anew
 	$(BIN)/python -m kvmesh.worker.abilities | sed -i '/^<!-- abilities/r /dev/stdin' docs/engines.md
 
 clean:  ## remove what make made
-	rm -rf $(VENV) $(COMPILED) $(VLLM_NEXT) build .agents .clients .containers .packages .parsers .prometheus .readers .servers .kvmesh .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(COMPILED) $(VLLM_NEXT) build dist .agents .clients .containers .packages .parsers .prometheus .readers .servers .kvmesh .mypy_cache .pytest_cache .ruff_cache
