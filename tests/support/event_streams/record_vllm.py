@@ -6,11 +6,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -24,12 +26,16 @@ from support.tiny import tiny_model
 FULL = FullAttentionSpec(block_size=SIZE, **ONE_LAYER)
 WINDOW = SlidingWindowSpec(block_size=SIZE, sliding_window=2 * SIZE, **ONE_LAYER)
 CHUNKS = ChunkedLocalAttentionSpec(block_size=SIZE, attention_chunk_size=4 * SIZE, **ONE_LAYER)
+STATES = MambaSpec(
+    block_size=SIZE, shapes=((8, 8),), dtypes=(torch.float32,), mamba_cache_mode="align"
+)
 MLA = MLAAttentionSpec(block_size=SIZE, **(ONE_LAYER | {"head_size": 64}))
 ADAPTERS = (
     PLAIN,
     Key(salt(MODEL, "lora-a"), adapter="lora-a"),
     Key(salt(MODEL, "lora-b"), adapter="lora-b"),
 )
+GUESSES = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 HOST_BYTES = 60 * 2 * SIZE * 32 * 4  # sixty blocks
 
 
@@ -49,26 +55,51 @@ class Life:
         return tokens
 
     def live(
-        self, rounds: int, asked: int, resets: bool, images: bool = False, **fields: Any
+        self,
+        rounds: int,
+        asked: int,
+        resets: bool,
+        images: bool = False,
+        embeddings: bool = False,
+        answer: int = SIZE,
+        choices: int = 1,
+        **fields: Any,
     ) -> None:
+        """`answer` bounds its tokens; longer ones than a block are looked up, too."""
         random, cache = self.random, self.cache
+        if embeddings:  # vLLM has zeros in the place of their tokens
+            self.roots.append([0] * (3 * SIZE + 4))
         for _ in range(rounds):
-            together = [
-                cache.request(
-                    self.prompt(), random.choice(self.keys), random.randrange(1, SIZE), **fields
-                )
-                for _ in range(random.randrange(1, 4))
-            ]
+            together = []
+            for _ in range(random.randrange(1, 4)):
+                tokens, key = self.prompt(), random.choice(self.keys)
+                most = random.randrange(1, answer)
+                together += [cache.request(tokens, key, most, **fields) for _ in range(choices)]
             if images:
                 tokens = self.prompt()
                 image = cache.image(random.choice("ab"))
                 together.append(cache.request(tokens, random.choice(self.keys), mm_features=image))
+            if embeddings:
+                together += self.embedded(self.prompt())
             cache.run(*together)
             cache.settle()
             if resets and random.random() < 0.15:
                 cache.reset(connector=random.random() < 0.5)
             for _ in range(asked):
-                cache.lookup(self.prompt(), random.choice(self.asked))
+                ended = answer > SIZE and random.random() < 0.5
+                tokens = random.choice(cache.ended[-8:]) if ended else self.prompt()
+                cache.lookup(tokens, random.choice(self.asked))
+
+    def embedded(self, tokens: list[int]) -> list[Any]:
+        """Prompts of embeddings: one without tokens, one that has some in between."""
+        vectors = torch.full((len(tokens), 4), float(self.random.randrange(3)))
+        are_tokens = [number % 40 < 8 for number in range(len(tokens))]
+        key = self.random.choice(self.keys)
+        mixed = {"prompt_embeds": vectors, "prompt_is_token_ids": are_tokens}
+        return [
+            self.cache.request(None, key, prompt_embeds=vectors),
+            self.cache.request(tokens, key, **mixed),
+        ]
 
 
 class Recorder:
@@ -129,7 +160,11 @@ def main() -> None:
     record("hybrid", FULL, WINDOW)
     record("hybrid-windows-first", WINDOW, FULL)
     record("full-report", resets=False, request={"report": "full"})
+    record("hybrid-states", FULL, STATES)
     record("draft", draft=True)
+    record("guesses", request={"answer": 3 * SIZE}, speculative_config=GUESSES)
+    record("choices", keys=TENANTS, request={"choices": 3, "answer": 3 * SIZE})
+    record("embeddings", keys=TENANTS, request={"embeddings": True}, enable_prompt_embeds=True)
     record("images", request={"images": True})
     record_offloading(record)
 

@@ -22,7 +22,12 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    DraftTokenIds,
+    KVConnectorOutput,
+    ModelRunnerOutput,
+)
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -66,6 +71,8 @@ class SmallScheduler:
         self._writer, self._rank, self._requests = writer, rank, 0
         self._late = Random(1) if late else None  # copies to the host take a few steps
         self._copying: set[int] = set()
+        self._guessing = Random(2)  # tokens that a request's own text suggests
+        self.ended: list[list[int]] = []  # prompts with their answers
         config = EngineArgs(
             model=str(model),
             skip_tokenizer_init=True,
@@ -111,7 +118,12 @@ class SmallScheduler:
         return self.scheduler.connector
 
     def request(
-        self, tokens: list[int], key: Any, max_tokens: int = 1, report: str = "", **fields: Any
+        self,
+        tokens: list[int] | None,
+        key: Any,
+        max_tokens: int = 1,
+        report: str = "",
+        **fields: Any,
     ) -> Request:
         self._requests += 1
         lora = None
@@ -141,6 +153,7 @@ class SmallScheduler:
                 raise RuntimeError("the requests do not end")
             if not self.step():
                 time.sleep(0.001)  # files are read and written by other threads
+        self.ended += [list(request.all_token_ids) for request in requests]
 
     def step(self) -> int:
         """One step: each request that has computed all its tokens gets another one.
@@ -153,7 +166,9 @@ class SmallScheduler:
         for name in names:
             request = self.scheduler.requests[name]
             done = request.num_computed_tokens >= request.num_tokens
-            sampled.append([7000 + request.num_tokens] if done else [])
+            guessed = len(planned.scheduled_spec_decode_tokens.get(name, []))
+            right = range(8000, 8000 + self._guessing.randrange(guessed + 1))
+            sampled.append([*right, 7000 + request.num_tokens] if done else [])
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: number for number, name in enumerate(names)},
@@ -161,6 +176,10 @@ class SmallScheduler:
             kv_connector_output=self._transfers(planned),
         )
         self.scheduler.update_from_output(planned, output)
+        if self.scheduler.num_spec_tokens:
+            going = [name for name in names if name in self.scheduler.requests]
+            guesses = [list(range(8000, 8000 + self.scheduler.num_spec_tokens)) for _ in going]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(going, guesses))
         return len(names)
 
     def _transfers(self, planned: Any) -> KVConnectorOutput | None:

@@ -31,7 +31,7 @@ from kvmesh.weights.models.store import ModelStore
 from kvmesh.weights.models.store_reader import StoreReader
 from kvmesh.weights.process.fetching import WeightFetch
 from kvmesh.weights.process.manifests import ManifestStore
-from kvmesh.weights.process.search import SourceSearch
+from kvmesh.weights.process.search import REPLY_S, SourceSearch
 from kvmesh.weights.stream import FetchOptions
 
 LOCK = "pull.lock"
@@ -160,7 +160,7 @@ class ModelPull:
         await search.open()
         showing = asyncio.create_task(self._show(fetch, weights.size))
         try:
-            await search.ask(lambda: fetch.peers > 0)
+            await search.ask(lambda: fetch.peers > 0, REPLY_S)
             fetch.add_store(StoreReader(self._bus, weights))
             await fetch.run(PATIENCE_S)
         finally:

@@ -31,7 +31,7 @@ from kvmesh.weights.process.fetching import WeightFetch
 from kvmesh.weights.process.offers import Offers
 from kvmesh.weights.process.own_files import OwnFiles
 from kvmesh.weights.process.readers import DiskReader
-from kvmesh.weights.process.search import SourceSearch
+from kvmesh.weights.process.search import REPLY_S, SourceSearch
 from kvmesh.weights.process.target import digest_on_cards, stored_manifest
 from kvmesh.weights.store import WeightStore
 from kvmesh.weights.stored_copy import StoredCopy
@@ -228,7 +228,7 @@ class CopyTaker:
         """Ask for sources once."""
         if self._search is not None and self._fetch is not None:
             fetch = self._fetch
-            await self._search.ask(lambda: fetch.peers > 0)
+            await self._search.ask(lambda: fetch.peers > 0, REPLY_S)
             if not fetch.peers:
                 await asyncio.sleep(LOOK_S)
 

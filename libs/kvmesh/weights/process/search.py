@@ -15,6 +15,7 @@ from kvmesh.weights.manifest import Manifest
 log = logging.getLogger(__name__)
 SHARES = (1 / 64, 1 / 8, 1.0)  # of those which have chunks
 WIDEN_S = 0.05
+REPLY_S = 2.0  # to wait for a busy worker, before its weights are read elsewhere
 OFFERED_S = REJOIN_S + 0.5
 _offers = MessageDecoder(WeightOffer)
 
@@ -73,21 +74,34 @@ class SourceSearch:
         self._found = found
         self._inbox = bus.new_inbox()
         self._subscription: Subscription | None = None
+        self._replied = asyncio.Event()
+        self._nobody = False  # listens, says the server
         self._logged = LogOnce()
 
     async def open(self) -> None:
         self._subscription = await self._bus.subscribe_raw(self._inbox, self._receive)
 
-    async def ask(self, enough: Callable[[], bool]) -> None:
-        """Ask a few workers, then more of them, until `enough`; takes up to 0.15 s."""
+    async def ask(self, enough: Callable[[], bool], patience_s: float = WIDEN_S) -> None:
+        """Ask a few workers, then more of them, until `enough`.
+
+        All have been asked after 0.1 s, and have `patience_s` seconds to reply.
+        """
         digest, query, above = self._manifest.digest, secrets.token_hex(8), 0.0
+        self._nobody = False
         for share in SHARES:
             message = WeightQuery(digest, query, share, above, self._instance)
             self._bus.post(self._bus.subjects.weights(digest), message, reply=self._inbox)
-            await asyncio.sleep(WIDEN_S)
-            if enough():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WIDEN_S if share < 1 else patience_s):
+                    await self._until(enough)
+            if enough() or self._nobody:
                 return
             above = share
+
+    async def _until(self, enough: Callable[[], bool]) -> None:
+        while not (enough() or self._nobody):
+            self._replied.clear()
+            await self._replied.wait()
 
     async def close(self) -> None:
         subscription, self._subscription = self._subscription, None
@@ -95,6 +109,8 @@ class SourceSearch:
             await subscription.unsubscribe()
 
     def _receive(self, message: RawMessage) -> None:
+        self._nobody = not message.data
+        self._replied.set()
         offer = _offer(message, self._logged)
         if offer is None:
             return

@@ -55,6 +55,7 @@ LIMITS: dict[str, tuple[set[str], str | None]] = {
     "vllm-draft-lookahead-tenants": (DRAFT, "draft"),
     "vllm-full-report": (MORE, None),
     "vllm-hybrid": (MORE, "windows"),
+    "vllm-hybrid-states": (MORE, "windows"),
     "vllm-hybrid-windows-first": (MORE, "windows"),
     "vllm-windows-alone": ({"less"}, "windows"),
     "vllm-chunks-alone": ({"less"}, "windows"),

@@ -183,6 +183,7 @@ def test_a_group_of_whole_prefixes_takes_over_from_one_of_windows() -> None:
         {"extra_keys": [["0123456789abcdef"], None]},
         {"extra_keys": [["of-a-client-0123456789abcdef"], None]},
         {"extra_keys": [["lora-a", "mine"], None], "lora_name": "lora-a"},
+        {"extra_keys": [["lora-a", "lora-a"], None], "lora_name": "lora-a"},
         {"cache_salt": "mine"},
     ],
 )

@@ -179,9 +179,12 @@ def test_a_chunk_stored_twice_is_held_until_both_copies_are_gone() -> None:
     assert book.tokens(PROMPT) == [0, 0, 0, 0]
 
 
-def test_blocks_under_other_keys_are_in_no_prompt_of_the_mesh() -> None:
+@pytest.mark.parametrize(("size", "extras"), [(SIZE, (0, 0, 7, 0)), (2 * SIZE, (0, 7))])
+def test_blocks_under_other_keys_are_in_no_prompt_of_the_mesh(
+    size: int, extras: tuple[int, ...]
+) -> None:
     book = Book()
-    event = BlocksStored(names(PROMPT), None, pack(PROMPT), SIZE, extras=(0, 0, 7, 0))
+    event = BlocksStored(names(PROMPT)[-len(extras) :], None, pack(PROMPT), size, extras=extras)
     book.apply(event)
     assert book.tokens(PROMPT) == [8, 0, 0, 0]
     assert len(book.ledger) == 4

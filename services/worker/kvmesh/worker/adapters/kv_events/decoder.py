@@ -224,7 +224,8 @@ def _keys(
     for number, keys in enumerate(by_block):
         if not keys:
             continue
-        others = [key for key in keys if key not in names]
+        # the adapter comes first: a client may have given its name as a salt, too
+        others = list(keys[1:] if keys[0] in names else keys)
         if not number and is_root:
             for key in others:
                 if isinstance(key, str) and (found := returned_salt(key)) is not None:

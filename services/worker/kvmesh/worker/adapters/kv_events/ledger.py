@@ -196,10 +196,11 @@ class CacheLedger:
                 parts[-1] = chunk  # so that the next chunk follows it
             self._chunks[event.tier, chunk] = parts
             tokens = event.tokens[size * number : size * number + used]
+            extras = event.extras[number : number + 1] * count
             events += self._store(
                 BlocksStored(
                     *(parts, parent, tokens, self.block_size, event.tier),
-                    *(event.salt, event.adapter),
+                    *(event.salt, event.adapter, extras),
                 )
             )
             parent = chunk
