@@ -158,7 +158,6 @@ LISTED: dict[str, dict[str, Any]] = {
     "responses": {
         "access_programs": {},
         "background_options": {},
-        "context_management": [{"type": "compaction"}],
         "image": {},
         "max_tool_calls": 1,
         "moderation": {"model": "m"},

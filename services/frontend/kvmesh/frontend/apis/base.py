@@ -9,7 +9,7 @@ from msgspec import Raw, Struct
 
 from kvmesh.frontend.apis import faults
 from kvmesh.frontend.apis.body_types import allowed_at
-from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
+from kvmesh.frontend.conversation import AnswerEvent, ConversationSummary, GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -119,7 +119,8 @@ class Renderer(Protocol):
 class StoredTurn(Struct):
     """One turn of a stored conversation: its input and output items as JSON, and its response.
 
-    `previous` is the id of the turn before it; only `tenant` may read it.
+    `previous` is the id of the turn before it; only `tenant` may read it. `compacted`: its output
+    has a summary, which stands for all before it.
     """
 
     id: str
@@ -128,6 +129,7 @@ class StoredTurn(Struct):
     output: list[Raw]
     response: Raw
     tenant: str = ""
+    compacted: bool = False
 
 
 class ConversationThread(Protocol):
@@ -211,7 +213,7 @@ class ApiCall(Struct):
     renderer: Renderer
     thread: ConversationThread | None = None
     go_on: Callable[[int], None] | None = None
-    compacted: Callable[[str, Usage, bool], None] | None = None
+    compacted: Callable[[ConversationSummary, Usage, bool], None] | None = None
     preload: bool = False
 
 

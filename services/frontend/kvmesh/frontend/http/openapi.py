@@ -67,6 +67,7 @@ ENDPOINTS = [
     EndpointDescription(
         "post", "/v1/responses/input_tokens", "Count a prompt's tokens", ResponsesBody
     ),
+    EndpointDescription("post", "/v1/responses/compact", "Summarize a conversation", ResponsesBody),
     EndpointDescription("get", "/v1/responses/{id}", "A stored response"),
     EndpointDescription("delete", "/v1/responses/{id}", "Delete a stored response"),
     EndpointDescription("post", "/v1/responses/{id}/cancel", "Cancel a background response"),

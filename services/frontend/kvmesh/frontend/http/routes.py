@@ -9,7 +9,7 @@ from kvmesh.frontend.apis.base import Api
 from kvmesh.frontend.apis.chat.api import Chat
 from kvmesh.frontend.apis.completions import Completions
 from kvmesh.frontend.apis.messages.api import CountTokens, Messages
-from kvmesh.frontend.apis.responses.api import InputTokens, Responses
+from kvmesh.frontend.apis.responses.api import Compacting, InputTokens, Responses
 from kvmesh.frontend.apis.tokens import Tokenize
 from kvmesh.frontend.http import request_id
 from kvmesh.frontend.http.access_log import AccessEntry
@@ -42,6 +42,7 @@ GENERATING: dict[str, Api] = {
     "/v1/chat/completions": Chat(),
     "/v1/completions": Completions(),
     "/v1/messages": Messages(),
+    f"{RESPONSES}/compact": Compacting(),
     RESPONSES: Responses(),  # the last one: a WebSocket is opened by another method of it
 }
 COUNTING: dict[str, CountingApi] = {

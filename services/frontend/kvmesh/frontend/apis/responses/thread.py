@@ -52,9 +52,15 @@ class ResponsesThread:
         self._on_unstored = on_unstored
         self.previous = body.previous_response_id
         self.store = body.store is not False
+        self._whole: list[Raw] | None = None
 
     def _items(self) -> list[Raw]:
         return [*self._known(), *input_items(self._body)]
+
+    @property
+    def conversation(self) -> list[Raw]:
+        """All items up to the answer."""
+        return self._items() if self._whole is None else self._whole
 
     def referenced(self, turns: list[StoredTurn]) -> References:
         """Responses whose items the input or an earlier turn refers to."""
@@ -65,8 +71,9 @@ class ResponsesThread:
         """Insert the messages of earlier turns before this request's input; resolve references."""
         reading = Reading()
         earlier = self._earlier(turns, outputs, reading)
-        own = to_messages(resolve(self._items(), outputs, "input"), reading)
-        self._show([*earlier, *own])
+        own = resolve(self._items(), outputs, "input")
+        self._show([*earlier, *to_messages(own, reading)])
+        self._whole = [*resolve(_items(turns), outputs, None), *own]
         self._request.body_bytes += reading.sealed.bytes
 
     def _earlier(
@@ -79,12 +86,14 @@ class ResponsesThread:
 
     def turn(self, response: bytes) -> StoredTurn:
         """The turn to store, with the whole `response` object."""
+        output = output_of(response)
         return StoredTurn(
             id=self._request.id,
             previous=self.previous,
             input=storable_items(self._items()),
-            output=output_of(response),
+            output=output,
             response=Raw(response),
+            compacted=compacts(output),
         )
 
     def mark_unstored(self) -> None:
@@ -183,13 +192,22 @@ class KeptThread(ResponsesThread):
         messages = [*self._messages, *to_messages(output, Reading())]
         size = self._size + sum(map(len, own)) + sum(map(len, output))
         request = self._request
-        kept_now = KeptConversation(request.cache_salt, stored, items, messages, request.memo, size)
+        memo = request.memo
+        if compacts(output):  # the summary, with which it begins, stands for the rest
+            messages, size, memo = to_messages(output, Reading()), sum(map(len, output)), TurnMemo()
+            stored, items = (stored, items) if self.store else (None, output)
+        kept_now = KeptConversation(request.cache_salt, stored, items, messages, memo, size)
         self._keep(request.id, kept_now)
 
 
 def output_of(response: bytes) -> list[Raw]:
     """The output items of a response object."""
     return msgspec.json.decode(response, type=_Output).output
+
+
+def compacts(output: list[Raw]) -> bool:
+    """True if an answer's output begins with a summary."""
+    return bool(output) and bytes(output[0]).startswith(b'{"type":"compaction"')
 
 
 def _items(turns: list[StoredTurn]) -> list[Raw]:

@@ -76,7 +76,8 @@ class ResponseStore:
     ) -> list[StoredTurn]:
         """The turns up to and including `response_id`, oldest first, at most `MAX_TURNS`.
 
-        `param`: the parameter with the id, for errors.
+        `param`: the parameter with the id, for errors. With one, the turns are those of a prompt,
+        which shows none before a summary.
 
         Raises ResponseNotFound, Unavailable, or InvalidRequest beyond `MAX_HISTORY` bytes.
         """
@@ -87,6 +88,8 @@ class ResponseStore:
             turn, size = await self._get(next_id, tenant, param, max_bytes)
             turns.append(turn)
             next_id, max_bytes = turn.previous, max_bytes - size
+            if turn.compacted and param is not None:
+                break
         return turns[::-1]
 
     async def items(self, references: References, tenant: str) -> dict[str, list[Raw]]:
