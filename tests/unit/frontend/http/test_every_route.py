@@ -46,7 +46,10 @@ async def ask(app: HttpApp, method: str, path: str, **headers: str) -> Reply:
 
 
 def paths(app: HttpApp) -> list[tuple[str, frozenset[str]]]:
-    return [(path.replace("{id}", "some"), methods) for path, methods in app.routes.items()]
+    return [
+        (path.replace("{id}", "some").replace("{item}", "one"), methods)
+        for path, methods in app.routes.items()
+    ]
 
 
 def wrong(app: HttpApp) -> list[tuple[str, str, list[str]]]:

@@ -120,7 +120,8 @@ class StoredTurn(Struct):
     """One turn of a stored conversation: its input and output items as JSON, and its response.
 
     `previous` is the id of the turn before it; only `tenant` may read it. `compacted`: its output
-    has a summary, which stands for all before it.
+    has a summary, which stands for all before it. `conversation` has the items before it, if it was
+    added to one.
     """
 
     id: str
@@ -130,15 +131,20 @@ class StoredTurn(Struct):
     response: Raw
     tenant: str = ""
     compacted: bool = False
+    conversation: str = ""
 
 
 class ConversationThread(Protocol):
     """The conversation that a request continues, and whether to store its turn.
 
+    That is the one up to the response `previous`, or the stored `conversation`, to which the turn
+    is added.
+
     `kept` is the conversation if the request's connection has it; it `keeps` this turn, too.
     """
 
     previous: str | None
+    conversation: str | None
     store: bool
 
     @property
@@ -168,6 +174,14 @@ class ConversationThread(Protocol):
 
     def mark_unstored(self) -> None:
         """Make the answer say that it was not stored."""
+        ...
+
+    def added(self, response: bytes) -> list[Raw]:
+        """The items to add to `conversation`; `response` is the whole answer."""
+        ...
+
+    def mark_not_added(self) -> None:
+        """Make the answer say that it is in no conversation."""
         ...
 
     def keep(self, response: bytes) -> None:

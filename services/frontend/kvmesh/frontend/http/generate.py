@@ -1,6 +1,7 @@
 """The generating endpoints: from the body to the answer, the same way for every API."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.promptness import Promptness
+from kvmesh.frontend import metrics
 from kvmesh.frontend.apis.base import (
     AnswerSummary,
     Api,
@@ -55,6 +57,7 @@ from kvmesh.frontend.turn_memo import NO_MEMO
 from kvmesh.settings.schema import FrontendSettings
 from kvmesh.tracing.names import STORE_RESPONSE
 
+log = logging.getLogger(__name__)
 NO_USAGE = Usage(prompt=0, cached=0, stored=0, output=0)
 T = TypeVar("T")
 
@@ -363,6 +366,8 @@ class GenerateEndpoint:
         if thread is None:
             return True
         stored = not thread.store or await self._store(thread, request, body)
+        if thread.conversation is not None:
+            stored &= await self._add(thread, thread.conversation, request, body)
         if thread.keeps and request.light:
             thread.keep(body)
         elif thread.keeps:
@@ -389,6 +394,21 @@ class GenerateEndpoint:
         if not stored:
             thread.mark_unstored()
         return stored
+
+    async def _add(
+        self, thread: ConversationThread, name: str, request: GenerateRequest, body: bytes
+    ) -> bool:
+        """Add a turn to its stored conversation; on failure log it and return False."""
+        items = await self._apart(request, lambda: thread.added(body))
+        tenant, conversations = request.cache_salt, self._history.conversations
+        try:
+            await conversations.change(name, tenant, lambda found: found.add(items))
+        except ApiError as error:
+            metrics.unstored_responses.inc()
+            log.warning("response %s not added to %s: %s", request.id, name, error)
+            thread.mark_not_added()
+            return False
+        return True
 
     async def _stream(
         self, stream: AnswerStream, api: Api, active: ActiveRequest, call: ApiCall
@@ -417,7 +437,7 @@ class GenerateEndpoint:
         try:
             last = await active.finished()
             summary = active.summary()
-            if thread is not None and (thread.store or thread.keeps):
+            if thread is not None and (thread.store or thread.keeps or thread.conversation):
                 await self._keep_turn(thread, call.request, renderer.whole(summary))
             return last + renderer.done(summary)
         except ApiError as error:

@@ -22,6 +22,7 @@ from kvmesh.frontend.http.intake.unrouted import unrouted
 from kvmesh.frontend.http.middleware import RequestMiddleware
 from kvmesh.frontend.http.models_health import FrontendReadiness, InformationEndpoints
 from kvmesh.frontend.http.openapi import Description
+from kvmesh.frontend.http.responses.conversation_endpoints import ConversationEndpoints
 from kvmesh.frontend.http.responses.endpoints import StoredResponseEndpoints
 from kvmesh.frontend.http.responses.websocket import SocketEndpoint, Sockets
 from kvmesh.frontend.http.tokenize import CountingApi, TokenizeEndpoints
@@ -75,6 +76,7 @@ def application(
         dependencies.background,
         partial(generate.resumer, GENERATING[RESPONSES]),
     )
+    conversations = ConversationEndpoints(endpoints, dependencies.responses, threads)
     busy = BusyThresholdEndpoints(endpoints, dependencies.bus, dependencies.registry)
     information = InformationEndpoints(
         dependencies.registry, readiness, warnings, dependencies.authenticator
@@ -112,6 +114,7 @@ def application(
             *(web.post(p, tokenize.counting(api), name=api.name) for p, api in COUNTING.items()),
             web.post("/v1/detokenize", tokenize.detokenize(), name="detokenize"),
             *stored.routes,
+            *conversations.routes,
             *more,
             *busy.routes,
             web.get("/", root),

@@ -27,6 +27,7 @@ from kvmesh.frontend.apis.content.compaction import leading_system
 from kvmesh.frontend.apis.nvext import ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.responses.body import (
+    ConversationParam,
     ResponsesBody,
     instructions,
     preloads,
@@ -47,7 +48,7 @@ from kvmesh.frontend.conversation import (
     GenerateRequest,
     Text,
 )
-from kvmesh.frontend.errors import ApiError, ContextExceeded, Kind
+from kvmesh.frontend.errors import ApiError, ContextExceeded, InvalidRequest, Kind
 from kvmesh.hashing import TOKEN_BYTES
 
 CODES: dict[Kind, str] = {
@@ -79,11 +80,19 @@ def parse_body(
     return parsed, request
 
 
+MakeThread = Callable[
+    [GenerateRequest, ResponsesBody, TurnBody, Callable[[str, object], None]], ResponsesThread
+]
+
+
 class Responses:
     name = "responses"
     id_prefix = RESPONSE_PREFIX
     keepalive = openai.KEEPALIVE
     in_order = True
+
+    def __init__(self, thread: MakeThread = ResponsesThread) -> None:
+        self._thread = thread
 
     def parse(
         self, body: bytes, headers: Headers, stamp: RequestStamp, turn: TurnBody | None = None
@@ -91,18 +100,9 @@ class Responses:
         turn = turn or TurnBody(body)
         parsed, request = parse_body(body, headers, stamp, turn)
         answer = ResponsesAnswer(request, parsed, stamp)
-        thread = self._thread(request, parsed, turn, answer.mark_unstored)
+        thread = self._thread(request, parsed, turn, answer.correct)
         go_on = answer.go_on if parsed.background else None
         return ApiCall(request, answer, thread, go_on, answer.compacted, preload=preloads(parsed))
-
-    def _thread(
-        self,
-        request: GenerateRequest,
-        body: ResponsesBody,
-        turn: TurnBody,
-        on_unstored: Callable[[], None],
-    ) -> ResponsesThread:
-        return ResponsesThread(request, body, turn, on_unstored)
 
 
 class Compacting:
@@ -118,9 +118,12 @@ class Compacting:
     ) -> ApiCall:
         turn = turn or TurnBody(body)
         parsed, request = parse_body(body, headers, stamp, turn)
+        if parsed.conversation is not None:
+            reason = "`conversation` is not supported here; use `previous_response_id` or `input`."
+            raise InvalidRequest(reason, "conversation")
         parsed.store, request.stream = False, False
         request.context_edits = ContextEdits(compact=Compact(pauses=True, always=True))
-        thread = ResponsesThread(request, parsed, turn, lambda: None)
+        thread = ResponsesThread(request, parsed, turn, lambda *_: None)
         answer = CompactedAnswer(request, parsed, stamp, thread)
         return ApiCall(request, answer, thread, compacted=answer.compacted)
 
@@ -161,9 +164,9 @@ class ResponsesAnswer:
         self._compaction_usage: Usage | None = None  # if that is the whole answer
         self._untold: list[dict[str, Any]] = []  # that item, until its events are sent
 
-    def mark_unstored(self) -> None:
-        """Set `store` to false in the response from now on."""
-        self._request_fields["store"] = False
+    def correct(self, field: str, value: object) -> None:
+        """Change a field of the request that the response repeats, from now on."""
+        self._request_fields[field] = value
 
     def go_on(self, number: int) -> None:
         """The next event has this number: a frontend before this one has sent the others."""
@@ -313,7 +316,7 @@ class CompactedAnswer(ResponsesAnswer):
         self._thread = thread
 
     def whole(self, summary: AnswerSummary) -> bytes:
-        said = said_by_user(self._thread.conversation)
+        said = said_by_user(self._thread.whole)
         turn = StoredTurn(self._id, None, said, [], Raw(b"null"))
         return json_encode(
             {
@@ -343,7 +346,11 @@ def _request_fields(body: ResponsesBody) -> dict[str, Any]:
     """Fields of the request that the response object repeats."""
     text = body.text.format if body.text and body.text.format else None
     form = {"type": "text"} if text is None else text
+    conversation = body.conversation
+    if isinstance(conversation, str):
+        conversation = ConversationParam(conversation)
     return {
+        **({} if conversation is None else {"conversation": conversation}),
         "background": bool(body.background),
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,

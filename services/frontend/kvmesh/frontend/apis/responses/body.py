@@ -112,6 +112,10 @@ class ContextManagementEntry(Struct):
     compact_threshold: Annotated[int, Meta(ge=1)] | None = None
 
 
+class ConversationParam(Struct):
+    id: str
+
+
 class ResponsesBody(Struct, kw_only=True):
     """Fields of the Responses API. Ignores unknown fields."""
 
@@ -140,7 +144,7 @@ class ResponsesBody(Struct, kw_only=True):
     background: bool | None = None
     generate: bool | None = None
     context_management: list[ContextManagementEntry] | None = None
-    conversation: Any = None
+    conversation: str | ConversationParam | None = None
     prompt: Any = None
     response_format: Any = None
     structured_outputs: Any = None
@@ -149,8 +153,7 @@ class ResponsesBody(Struct, kw_only=True):
 
 
 UNSUPPORTED = UnsupportedFields(
-    conversation="previous_response_id",
-    prompt=None,
+    prompt="instructions",
     response_format="text.format",
     structured_outputs="text.format",
     stop=None,
@@ -190,7 +193,11 @@ def to_request(body: ResponsesBody, request_id: str, turn: TurnBody) -> Generate
 
 def _check(body: ResponsesBody, known: int) -> None:
     UNSUPPORTED.refuse(body)
-    if not (body.input or body.previous_response_id or preloads(body)):
+    if body.conversation is not None and body.previous_response_id is not None:
+        reason = "`previous_response_id` cannot be used with `conversation`."
+        raise InvalidRequest(reason, "previous_response_id", "mutually_exclusive_parameters")
+    continues = body.previous_response_id or body.conversation
+    if not (body.input or continues or preloads(body)):
         raise InvalidRequest("`input` must not be empty.", "input", MISSING)
     if isinstance(body.input, list):
         check_length(known + len(body.input), 0, MAX_MESSAGES, "input")
@@ -262,14 +269,18 @@ def _shown(raw: Raw, index: int, reading: Reading) -> list[Message]:
     return [m for m in _messages(raw, f"input[{index}]", reading) if m.blocks]
 
 
-def storable_items(items: list[Raw]) -> list[Raw]:
-    """The input items to store: references and what a prompt can hold, without unknown fields."""
+def storable_items(items: list[Raw], field: str = "input") -> list[Raw]:
+    """The items to store: references and what a prompt can hold, without unknown fields.
+
+    `field` of the body holds them. Raises InvalidRequest.
+    """
     reading, found = Reading(), []
-    for raw in items:
-        item = _decode(raw, "input")
+    for index, raw in enumerate(items):
+        where = f"{field}[{index}]"
+        item = _decode(raw, where)
         if not isinstance(item, Item):
             found += [raw] if hosted_messages(item) else []
-        elif item.is_reference or _message(item, "input", reading) is not None:
+        elif item.is_reference or _message(item, where, reading) is not None:
             found.append(Raw(msgspec.json.encode(item)))
     return found
 
