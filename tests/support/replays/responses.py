@@ -54,7 +54,8 @@ class _Response:
             assert given["id"] not in [item["id"] for item in self.items]
             assert given.get("status") in ("in_progress", None)
             assert not any(given.get(key) for key in ("content", "summary", "arguments", "input"))
-            self.item, self.text_done = json.loads(json.dumps(given)), False
+            self.item = json.loads(json.dumps(given))
+            self.text_done = given["type"] == "compaction"  # it begins complete
             return
         assert step == "done"
         assert self.part is None, "a part is still open"

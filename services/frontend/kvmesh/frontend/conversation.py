@@ -108,10 +108,16 @@ GAP = "\n\n"
 
 
 class ConversationSummary(Struct, frozen=True):
-    """A summary that stands for the conversation before it; empty if it could not be made."""
+    """A summary that stands for the conversation before it; empty if it could not be made.
+
+    `system` are the leading system texts of that conversation, where they were parts of it, and
+    `origin` is the key of its first message.
+    """
 
     text: str
     cache: CacheControl | None = None
+    system: tuple[str, ...] = ()
+    origin: int = 0
 
 
 Block: TypeAlias = (
@@ -200,12 +206,14 @@ class Compact(Struct, frozen=True):
     """Have the model summarize the conversation once the prompt exceeds `tokens`.
 
     None: three quarters of the context, at most DEFAULT_COMPACT. With `pauses` the answer ends with
-    the summary. `instructions` take the place of the usual ones.
+    the summary. `instructions` take the place of the usual ones. `always`: whatever the prompt's
+    size; without a summary the request then fails.
     """
 
     tokens: int | None = None
     pauses: bool = False
     instructions: str | None = None
+    always: bool = False
 
 
 class ContextEdits(Struct):
@@ -248,6 +256,7 @@ class GenerateRequest(Struct, kw_only=True):
     - `target`: the model that serves it, where `model` is an alias.
     - `shadow`: it is a copy of a request, whose answer nobody gets.
     - `memo`: results of the work on the messages for the conversation's next request.
+    - `origin`: key of the first message that a summary replaces, else 0.
     """
 
     id: str
@@ -293,6 +302,7 @@ class GenerateRequest(Struct, kw_only=True):
     memo: TurnMemo = NO_MEMO
     target: str = ""
     shadow: bool = False
+    origin: int = 0
 
     @property
     def turn(self) -> int:

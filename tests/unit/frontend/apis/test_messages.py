@@ -8,8 +8,8 @@ from support.stamp import STAMP
 from unit.frontend.apis.answers import ANSWER, USAGE, body, events, stream, whole
 
 from kvmesh.frontend.apis.base import AnswerSummary, Ending
+from kvmesh.frontend.apis.content.compaction import HEAD, without_compacted
 from kvmesh.frontend.apis.messages.api import SHAPE, CountTokens, Messages
-from kvmesh.frontend.apis.messages.compaction import HEAD
 from kvmesh.frontend.apis.sealed_reasoning import MAX_BYTES, seal
 from kvmesh.frontend.conversation import (
     ClearThinking,
@@ -270,7 +270,7 @@ def test_a_summary_stands_for_what_is_before_it() -> None:
         return {"role": "user", "content": text}
 
     def shown(*messages: dict[str, Any]) -> list[tuple[str, str]]:
-        made = parsed(system="S", messages=[*messages]).request.messages
+        made, _ = without_compacted(parsed(system="S", messages=[*messages]).request.messages)
         texts = ["".join(getattr(b, "text", "?") for b in message.blocks) for message in made]
         return [(message.role, text) for message, text in zip(made, texts, strict=True)]
 

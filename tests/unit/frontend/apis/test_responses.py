@@ -1,21 +1,29 @@
 """The Responses API: body to request, answer to frames, turns to store."""
 
 import json
+from typing import Any
 
+import pytest
 from support.stamp import STAMP
-from unit.frontend.apis.answers import ANSWER, body, stream, whole
+from unit.frontend.apis.answers import ANSWER, USAGE, body, stream, whole
 
 from kvmesh.frontend.apis.base import Ending
+from kvmesh.frontend.apis.content.compaction import HEAD, without_compacted
 from kvmesh.frontend.apis.responses.api import Responses
 from kvmesh.frontend.apis.sealed_reasoning import open_sealed, seal
 from kvmesh.frontend.conversation import (
     AnswerEvent,
+    Compact,
+    ConversationSummary,
     TextDelta,
     Thinking,
     ToolCallDelta,
     ToolCallEnd,
     ToolCallStart,
 )
+from kvmesh.frontend.errors import InvalidRequest
+
+Json = dict[str, Any]
 
 
 def test_responses_stream_numbers_and_closes_every_item() -> None:
@@ -118,3 +126,75 @@ def test_sealed_thinking_opens_again_and_nothing_else_does() -> None:
     assert open_sealed(seal("thought " * 100)) == "thought " * 100
     for other in (None, "", "gAAAA", "kvm1:", "kvm1:%%%", "kvm1:AAAA"):
         assert open_sealed(other) == ""
+
+
+def test_compaction_is_asked_for_by_a_threshold_or_an_item() -> None:
+    def asked(*items: Json, **fields: Any) -> Compact | None:
+        sent = {"model": "m", "input": [{"role": "user", "content": "Hi"}, *items], **fields}
+        edits = Responses().parse(json.dumps(sent).encode(), {}, STAMP).request.context_edits
+        return None if edits is None else edits.compact
+
+    managed: Json = {"context_management": [{"type": "compaction", "compact_threshold": 1000}]}
+    assert asked() is None
+    assert asked(**managed) == Compact(1000)
+    assert asked(context_management=[{"type": "compaction"}]) == Compact()
+    assert asked(context_management=[{"type": "other"}]) is None
+    trigger = {"type": "compaction_trigger"}
+    assert asked(trigger) == Compact(pauses=True, always=True)
+    refused: list[tuple[list[Json], Json, str]] = [
+        ([trigger, {"role": "user", "content": "x"}], {}, "input[1]"),
+        ([trigger], {"background": True}, "input[1]"),
+        ([], {**managed, "background": True}, "context_management"),
+    ]
+    for items, fields, param in refused:
+        with pytest.raises(InvalidRequest) as raised:
+            asked(*items, **fields)
+        assert raised.value.param == param
+
+
+def test_a_summary_stands_for_all_before_it_and_brings_its_system_texts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base: list[Json] = [{"role": "developer", "content": "Base"}, {"role": "user", "content": "a"}]
+    sent = {"model": "m", "instructions": "I", "input": base, "stream": True}
+    call = Responses().parse(json.dumps(sent).encode(), {}, STAMP)
+    assert call.compacted is not None
+    begin, compacted = call.renderer.begin, call.compacted
+
+    def begun(so_far: object = None) -> bytes:
+        head = begin()
+        compacted(ConversationSummary("sum", origin=7), USAGE, False)
+        return head
+
+    monkeypatch.setattr(call.renderer, "begin", begun)
+    found = stream(call.renderer, [TextDelta("On.")], Ending("stop"))
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    output = found[-1]["response"]["output"]
+    done = [event for event in found if event["type"] == "response.output_item.done"]
+    assert [event["item"] for event in done] == output
+    assert [event["output_index"] for event in done] == [0, 1]
+    assert [item["type"] for item in output] == ["compaction", "message"]
+    following = {"role": "user", "content": "b"}
+    whole_history = [*base, *output, following]
+    for items in (whole_history, whole_history[2:]):
+        again = json.dumps({**sent, "input": items}).encode()
+        messages = Responses().parse(again, {}, STAMP).request.messages
+        shown, summary = without_compacted(messages)
+        assert summary is not None
+        assert summary.origin == 7
+        texts = [(m.role, "".join(getattr(b, "text", "?") for b in m.blocks)) for m in shown]
+        assert texts == [
+            ("system", "I"),
+            ("system", "Base"),
+            ("user", f"{HEAD}sum"),
+            ("assistant", "On."),
+            ("user", "b"),
+        ]
+
+
+def test_a_summary_of_another_server_is_listed_as_unread() -> None:
+    items = [{"type": "compaction", "encrypted_content": "gAAAA"}, {"role": "user", "content": "b"}]
+    sent = {"model": "m", "input": items}
+    request = Responses().parse(json.dumps(sent).encode(), {}, STAMP).request
+    assert request.ignored == ["input[0]"]
+    assert [message.role for message in request.messages] == ["user"]

@@ -117,12 +117,15 @@ def test_a_stream_builds_the_whole_answer(
     ending = data.draw(st.sampled_from([Ending("stop"), Ending("length"), Ending("stop", "STOP")]))
     answer = cut(answer) if ending.reason == "length" else answer
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    summary = data.draw(st.sampled_from([SUMMARY, AnswerSummary(USAGE)]))
+    if summary.nvext is not None:
+        fields = {**fields, "nvext": {"extra_fields": ["worker_id"]}}
     streamed, whole = renderer(api, True, fields), renderer(api, False, fields)
     sent = frames(streamed, answer, iter(sizes * 99)) + streamed.end(0, ending)
-    sent += streamed.done(SUMMARY)
+    sent += streamed.done(summary)
     frames(whole, answer, iter(sizes * 99))
     whole.end(0, ending)
-    expected = json.loads(whole.whole(SUMMARY))
+    expected = json.loads(whole.whole(summary))
     assert replay(api.name, parse(sent.decode())) == without_form(api.name, expected)
 
 
@@ -151,10 +154,12 @@ def test_the_choices_of_a_stream_are_apart(api: Api, count: int) -> None:
             sent += streamed.events(choice, [event], [])
             whole.events(choice, [event], [])
     for choice in range(count):
-        sent += streamed.end(choice, Ending("stop"))
+        ended = streamed.end(choice, Ending("stop"))
+        assert b'"finish_reason":"stop"' in ended or b'"finish_reason":"tool_calls"' in ended
+        sent += ended
         whole.end(choice, Ending("stop"))
-    sent += streamed.done(SUMMARY)
-    expected = without_form(api.name, json.loads(whole.whole(SUMMARY)))
+    sent += streamed.done(AnswerSummary(USAGE))
+    expected = without_form(api.name, json.loads(whole.whole(AnswerSummary(USAGE))))
     assert replay(api.name, parse(sent.decode())) == expected
 
 
@@ -162,7 +167,7 @@ def test_thinking_is_the_content_or_the_summary_of_reasoning() -> None:
     for fields, field in (({}, "content"), ({"reasoning": {"summary": "auto"}}, "summary")):
         streamed = renderer(Responses(), True, fields)
         sent = frames(streamed, ANSWER[:2], iter([1] * 9)) + streamed.end(0, Ending("stop"))
-        built = replay("responses", parse((sent + streamed.done(SUMMARY)).decode()))
+        built = replay("responses", parse((sent + streamed.done(AnswerSummary(USAGE))).decode()))
         assert built is not None
         reasoning = built["output"][0]
         texts = {
@@ -175,7 +180,7 @@ def test_thinking_is_the_content_or_the_summary_of_reasoning() -> None:
 def test_what_has_ended_before_a_limit_is_complete() -> None:
     streamed = renderer(Responses(), True, {})
     sent = frames(streamed, ANSWER, iter([1] * 99)) + streamed.end(0, Ending("length"))
-    built = replay("responses", parse((sent + streamed.done(SUMMARY)).decode()))
+    built = replay("responses", parse((sent + streamed.done(AnswerSummary(USAGE))).decode()))
     assert built is not None
     assert built["status"] == "incomplete"
     assert {item.get("status", "completed") for item in built["output"]} == {"completed"}
@@ -194,7 +199,9 @@ def test_an_answer_ends_for_a_call_only_if_that_is_whole(arguments: str) -> None
     for api in (Messages(), Responses()):
         streamed = renderer(api, True, {})
         sent = frames(streamed, answer, iter([1] * 9)) + streamed.end(0, Ending("stop"))
-        built[api.name] = replay(api.name, parse((sent + streamed.done(SUMMARY)).decode()))
+        built[api.name] = replay(
+            api.name, parse((sent + streamed.done(AnswerSummary(USAGE))).decode())
+        )
     message, response = built["messages"], built["responses"]
     assert message is not None
     assert response is not None

@@ -108,6 +108,8 @@ USED: dict[str, dict[str, Any]] = {
         "prompt_cache_retention": "24h",
         "reasoning": {"effort": "low"},
         "background": True,
+        "context_management": [{"type": "compaction"}],
+        "conversation": "conv_1",
         "store": False,
         "temperature": 0.5,
         "text": {"format": SCHEMA},
@@ -132,7 +134,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "mcp_servers": [{"type": "url", "name": "m", "url": "https://x.org"}],
         "thread": {"type": "create"},
     },
-    "responses": {"conversation": "conv_1", "prompt": {"id": "p"}},
+    "responses": {"prompt": {"id": "p"}},
 }
 LISTED: dict[str, dict[str, Any]] = {
     "chat": {
@@ -158,7 +160,6 @@ LISTED: dict[str, dict[str, Any]] = {
     "responses": {
         "access_programs": {},
         "background_options": {},
-        "context_management": [{"type": "compaction"}],
         "image": {},
         "max_tool_calls": 1,
         "moderation": {"model": "m"},

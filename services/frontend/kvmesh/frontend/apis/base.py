@@ -9,7 +9,7 @@ from msgspec import Raw, Struct
 
 from kvmesh.frontend.apis import faults
 from kvmesh.frontend.apis.body_types import allowed_at
-from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
+from kvmesh.frontend.conversation import AnswerEvent, ConversationSummary, GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -119,7 +119,9 @@ class Renderer(Protocol):
 class StoredTurn(Struct):
     """One turn of a stored conversation: its input and output items as JSON, and its response.
 
-    `previous` is the id of the turn before it; only `tenant` may read it.
+    `previous` is the id of the turn before it; only `tenant` may read it. `compacted`: its output
+    has a summary, which stands for all before it. `conversation` has the items before it, if it was
+    added to one.
     """
 
     id: str
@@ -128,15 +130,21 @@ class StoredTurn(Struct):
     output: list[Raw]
     response: Raw
     tenant: str = ""
+    compacted: bool = False
+    conversation: str = ""
 
 
 class ConversationThread(Protocol):
     """The conversation that a request continues, and whether to store its turn.
 
+    That is the one up to the response `previous`, or the stored `conversation`, to which the turn
+    is added.
+
     `kept` is the conversation if the request's connection has it; it `keeps` this turn, too.
     """
 
     previous: str | None
+    conversation: str | None
     store: bool
 
     @property
@@ -166,6 +174,14 @@ class ConversationThread(Protocol):
 
     def mark_unstored(self) -> None:
         """Make the answer say that it was not stored."""
+        ...
+
+    def added(self, response: bytes) -> list[Raw]:
+        """The items to add to `conversation`; `response` is the whole answer."""
+        ...
+
+    def mark_not_added(self) -> None:
+        """Make the answer say that it is in no conversation."""
         ...
 
     def keep(self, response: bytes) -> None:
@@ -211,7 +227,7 @@ class ApiCall(Struct):
     renderer: Renderer
     thread: ConversationThread | None = None
     go_on: Callable[[int], None] | None = None
-    compacted: Callable[[str, Usage, bool], None] | None = None
+    compacted: Callable[[ConversationSummary, Usage, bool], None] | None = None
     preload: bool = False
 
 

@@ -152,7 +152,6 @@ class CompletionAnswer:
             "model": request.model,
         }
         self._chunk_common = {**self._common, **extras.common}
-        self._last: list[dict[str, Any]] = []  # chunks, one of each choice
         self._choices = [
             CompletionChoice(index, _echoed_prompt(request, index // request.n))
             for index in range(len(request.prompts) * request.n)
@@ -180,9 +179,7 @@ class CompletionAnswer:
     def end(self, choice: int, ending: Ending) -> bytes:
         state = self._choices[choice]
         state.finish = ending.reason
-        if self._stream:
-            self._last.append(self._entry(state, ""))
-        return b""
+        return self._extras.ended(self._entry(state, "")) if self._stream else b""
 
     def _chunk(
         self, choice: CompletionChoice, text: str, logprobs: dict[str, list[Any]] | None = None
@@ -201,7 +198,7 @@ class CompletionAnswer:
         return {**self._chunk_common, "choices": [entry]}
 
     def done(self, summary: AnswerSummary) -> bytes:
-        return openai.ending(self._last, self._extras, summary, self._common)
+        return self._extras.ending(summary, self._common)
 
     def failed(self, error: ApiError) -> bytes:
         return openai.event(openai.error_object(error)) + openai.DONE

@@ -92,6 +92,8 @@ class ChunkExtras:
         self._continuous = bool(options and options.continuous_usage_stats)
         self._so_far: SoFar | None = None
         self._worker = WORKER_ID in request.extra_fields
+        self._late = self._continuous or bool(request.extra_fields)
+        self._ended: list[dict[str, Any]] = []
         self.pending = self._continuous or self._worker
 
     @property
@@ -116,22 +118,21 @@ class ChunkExtras:
             self._worker, self.pending = False, self._continuous
         return found
 
-    def last(self, summary: AnswerSummary) -> dict[str, Any]:
-        """The fields of the last chunk with choices."""
-        usage = {"usage": usage_object(summary.usage)} if self._continuous else {}
-        return usage if summary.nvext is None else {**usage, "nvext": summary.nvext}
+    def ended(self, chunk: dict[str, Any]) -> bytes:
+        """The last chunk of a choice; it waits for the end if the last one of all has extras."""
+        if self._late:
+            self._ended.append(chunk)
+            return b""
+        return event(chunk)
 
-
-def ending(
-    chunks: list[dict[str, Any]],
-    extras: ChunkExtras,
-    summary: AnswerSummary,
-    common: dict[str, Any],
-) -> bytes:
-    """The end of a stream: the last chunk of each choice, the usage if asked for, and the mark."""
-    if chunks:
-        chunks[-1] = {**chunks[-1], **extras.last(summary)}
-    found = b"".join(map(event, chunks))
-    if extras.include_usage:
-        found += event({**common, "choices": [], "usage": usage_object(summary.usage)})
-    return found + DONE
+    def ending(self, summary: AnswerSummary, common: dict[str, Any]) -> bytes:
+        """The end of a stream: chunks that have waited, the usage if asked for, and the mark."""
+        usage = usage_object(summary.usage)
+        if self._ended:
+            own = {"usage": usage} if self._continuous else {}
+            extra = {} if summary.nvext is None else {"nvext": summary.nvext}
+            self._ended[-1] = {**self._ended[-1], **own, **extra}
+        found = b"".join(map(event, self._ended))
+        if self.include_usage:
+            found += event({**common, "choices": [], "usage": usage})
+        return found + DONE

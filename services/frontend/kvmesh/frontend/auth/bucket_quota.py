@@ -37,6 +37,10 @@ class OwnerUsage:
         self._entries[entry] = self._entries.get(entry, 0) + size
         self.total += size
 
+    def remove(self, entry: str) -> None:
+        """Forget an entry that is gone."""
+        self.total -= self._entries.pop(entry, 0)
+
     def evict(self, max_bytes: int) -> list[str]:
         """Drop the oldest entries until at most `max_bytes` are left; return the dropped ones."""
         dropped = []
@@ -76,3 +80,6 @@ class BucketQuota:
         """Remove all keys of an entry, or those stored `before` a revision."""
         stream, subject = f"KV_{self._bucket}", f"$KV.{self._bucket}.{entry}.>"
         await self._bus.js.purge_stream(stream, seq=before, subject=subject)
+        usage = self._usages.get(entry.partition(".")[0])
+        if usage is not None and before is None:
+            usage.remove(entry)

@@ -97,6 +97,7 @@ class ActiveRequest:
     ) -> None:
         self._runner = runner
         self._account = account
+        self._sink = sink
         self.started = started
         self._dispatching: asyncio.Future[None] | None = None
         self._summary: AnswerSummary | None = None
@@ -240,7 +241,11 @@ class ActiveRequest:
 
     async def _follow(self, task: SequenceTask, last: list[bytes]) -> None:
         await self._runner.dispatcher.follow(task)
-        last.append(self._choices[task.index].finish())
+        frame = self._choices[task.index].finish()
+        if len(self.tasks) > 1 and self._sink.writable:
+            self._sink.write(frame)  # the other choices may take long
+        else:
+            last.append(frame)
 
     async def __aenter__(self) -> "ActiveRequest":
         metrics.active.inc()

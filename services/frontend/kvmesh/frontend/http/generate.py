@@ -1,6 +1,7 @@
 """The generating endpoints: from the body to the answer, the same way for every API."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.promptness import Promptness
+from kvmesh.frontend import metrics
 from kvmesh.frontend.apis.base import (
     AnswerSummary,
     Api,
@@ -19,10 +21,10 @@ from kvmesh.frontend.apis.base import (
     RequestStamp,
     Usage,
 )
-from kvmesh.frontend.apis.messages.compaction import after_summary
+from kvmesh.frontend.apis.content.compaction import after_summary
 from kvmesh.frontend.auth.admission import Admission
 from kvmesh.frontend.auth.authenticator import Authenticator
-from kvmesh.frontend.conversation import GenerateRequest
+from kvmesh.frontend.conversation import ConversationSummary, GenerateRequest
 from kvmesh.frontend.dispatch.route_client import Arrivals
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.failure_log import log_failure
@@ -46,7 +48,7 @@ from kvmesh.frontend.http.responses.log import EventRecord, RunHead, events
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.sse import AnswerStream, EventStream, StreamSupervisor
 from kvmesh.frontend.models import ModelRegistry, ServedModel
-from kvmesh.frontend.preprocess.conversation_key import sticky_key
+from kvmesh.frontend.preprocess.conversation_key import first_message_key, sticky_key
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
 from kvmesh.frontend.sessions.compaction import Compactor
 from kvmesh.frontend.sessions.hooks import SessionHooks
@@ -55,6 +57,7 @@ from kvmesh.frontend.turn_memo import NO_MEMO
 from kvmesh.settings.schema import FrontendSettings
 from kvmesh.tracing.names import STORE_RESPONSE
 
+log = logging.getLogger(__name__)
 NO_USAGE = Usage(prompt=0, cached=0, stored=0, output=0)
 T = TypeVar("T")
 
@@ -155,9 +158,13 @@ class GenerateEndpoint:
             self._dependencies.session_hooks.end(hooked, active, api.in_order)
 
     async def _prepare(self, call: ApiCall, caller: Caller) -> PreparedRequest:
-        request = call.request
         model, adapter = await self._resolve(call, caller)
-        caller.shadows = self._dependencies.shadows.copies(request)
+        caller.shadows = self._dependencies.shadows.copies(call.request)
+        return await self._rendered(call.request, model, adapter)
+
+    async def _rendered(
+        self, request: GenerateRequest, model: ServedModel, adapter: str | None
+    ) -> PreparedRequest:
         prepared = await self._dependencies.preprocessor.prepare(request, model, adapter)
         describe(prepared)
         model.metrics.prompt_tokens.inc(prepared.prompt_tokens)
@@ -221,16 +228,20 @@ class GenerateEndpoint:
             await stream.open(call.renderer.begin(), lambda: None)
             dependencies.stream_supervisor.add(stream, api.keepalive, lambda: None)
         try:
-            summary, usage = await self._compactor.summarize(
-                prepared, caller.account, caller.started
-            )
+            text, usage = await self._compactor.summarize(prepared, caller.account, caller.started)
             edits = request.context_edits
-            if not summary or call.compacted is None or edits is None or edits.compact is None:
+            if call.compacted is None or edits is None or edits.compact is None:
                 return prepared
+            if not text:
+                if edits.compact.always:
+                    raise ApiError("internal", "The model has written no summary.")
+                return prepared
+            summary = ConversationSummary(text, origin=first_message_key(request))
             call.compacted(summary, usage, edits.compact.pauses)
             if not edits.compact.pauses:
                 request.messages, request.memo = after_summary(request, summary), NO_MEMO
-                return await self._prepare(call, caller)
+                request.origin = summary.origin
+                return await self._rendered(request, prepared.model, prepared.adapter)
         except ApiError as error:
             if stream is None:
                 raise
@@ -241,9 +252,12 @@ class GenerateEndpoint:
             if stream is not None:
                 dependencies.stream_supervisor.remove(stream)
         end, nothing = call.renderer.end(0, Ending("stop")), AnswerSummary(NO_USAGE)
+        body = call.renderer.whole(nothing)
+        if not await self._keep_turn(call.thread, request, body):
+            body = call.renderer.whole(nothing)
         if stream is not None:
             return await stream.close(end + call.renderer.done(nothing))
-        return web.Response(body=call.renderer.whole(nothing), content_type=JSON)
+        return web.Response(body=body, content_type=JSON)
 
     async def _in_background(self, api: Api, call: EndpointCall[ApiCall]) -> web.StreamResponse:
         """Start a response that goes on without its client; send its events, or how it begins."""
@@ -352,6 +366,8 @@ class GenerateEndpoint:
         if thread is None:
             return True
         stored = not thread.store or await self._store(thread, request, body)
+        if thread.conversation is not None:
+            stored &= await self._add(thread, thread.conversation, request, body)
         if thread.keeps and request.light:
             thread.keep(body)
         elif thread.keeps:
@@ -378,6 +394,21 @@ class GenerateEndpoint:
         if not stored:
             thread.mark_unstored()
         return stored
+
+    async def _add(
+        self, thread: ConversationThread, name: str, request: GenerateRequest, body: bytes
+    ) -> bool:
+        """Add a turn to its stored conversation; on failure log it and return False."""
+        items = await self._apart(request, lambda: thread.added(body))
+        tenant, conversations = request.cache_salt, self._history.conversations
+        try:
+            await conversations.change(name, tenant, lambda found: found.add(items))
+        except ApiError as error:
+            metrics.unstored_responses.inc()
+            log.warning("response %s not added to %s: %s", request.id, name, error)
+            thread.mark_not_added()
+            return False
+        return True
 
     async def _stream(
         self, stream: AnswerStream, api: Api, active: ActiveRequest, call: ApiCall
@@ -406,7 +437,7 @@ class GenerateEndpoint:
         try:
             last = await active.finished()
             summary = active.summary()
-            if thread is not None and (thread.store or thread.keeps):
+            if thread is not None and (thread.store or thread.keeps or thread.conversation):
                 await self._keep_turn(thread, call.request, renderer.whole(summary))
             return last + renderer.done(summary)
         except ApiError as error:

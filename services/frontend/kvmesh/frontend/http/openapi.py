@@ -24,6 +24,11 @@ from kvmesh.frontend.apis.messages.body import MessagesBody
 from kvmesh.frontend.apis.messages.client_tools import MessagesToolBody
 from kvmesh.frontend.apis.messages.context_management import EDIT_TYPES
 from kvmesh.frontend.apis.responses.body import ResponsesBody
+from kvmesh.frontend.apis.responses.conversations import (
+    ConversationBody,
+    ConversationItems,
+    ConversationUpdate,
+)
 from kvmesh.frontend.apis.responses.tool_bodies import ResponsesToolBody
 from kvmesh.frontend.apis.tokens import DetokenizeBody, TokenizeBody
 from kvmesh.frontend.http.bodies import JSON
@@ -31,12 +36,13 @@ from kvmesh.frontend.http.dynamo.busy_threshold import BusyThresholdBody
 from kvmesh.runtime.service import VERSION
 
 _MODULES = re.compile(r"\b(?:kvmesh|typing|msgspec)[\w.]*\.")
+_PARAMETERS = re.compile(r"{(\w+)}")
 REF = "#/components/schemas/{name}"
 FAULTS = {
     "400": "invalid request; `param` names the field",
     "401": "missing or invalid API key",
     "403": "the API key does not permit this",
-    "404": "model, response, pin, prefetch, session or path not found",
+    "404": "model, response, conversation, pin, prefetch, session or path not found",
     "405": "the path has other methods, which `Allow` lists",
     "413": "the body is too large",
     "415": "a content coding that `Accept-Encoding` does not list, or a form without API keys",
@@ -67,11 +73,26 @@ ENDPOINTS = [
     EndpointDescription(
         "post", "/v1/responses/input_tokens", "Count a prompt's tokens", ResponsesBody
     ),
+    EndpointDescription("post", "/v1/responses/compact", "Summarize a conversation", ResponsesBody),
     EndpointDescription("get", "/v1/responses/{id}", "A stored response"),
     EndpointDescription("delete", "/v1/responses/{id}", "Delete a stored response"),
     EndpointDescription("post", "/v1/responses/{id}/cancel", "Cancel a background response"),
     EndpointDescription(
         "get", "/v1/responses/{id}/input_items", "Input items of a stored response"
+    ),
+    EndpointDescription("post", "/v1/conversations", "Create a conversation", ConversationBody),
+    EndpointDescription("get", "/v1/conversations/{id}", "A conversation"),
+    EndpointDescription(
+        "post", "/v1/conversations/{id}", "Change a conversation's metadata", ConversationUpdate
+    ),
+    EndpointDescription("delete", "/v1/conversations/{id}", "Delete a conversation"),
+    EndpointDescription(
+        "post", "/v1/conversations/{id}/items", "Add items to a conversation", ConversationItems
+    ),
+    EndpointDescription("get", "/v1/conversations/{id}/items", "Items of a conversation"),
+    EndpointDescription("get", "/v1/conversations/{id}/items/{item}", "An item of a conversation"),
+    EndpointDescription(
+        "delete", "/v1/conversations/{id}/items/{item}", "Remove an item from a conversation"
     ),
     EndpointDescription("post", "/v1/messages", "Message (Anthropic)", MessagesBody, True),
     EndpointDescription(
@@ -150,9 +171,9 @@ def _operation(
         "summary": endpoint.about,
         "responses": {"200": {"description": "success", "content": content}, **faults},
     }
-    if "{id}" in endpoint.path:
-        path_id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-        operation["parameters"] = [path_id]
+    named = {"in": "path", "required": True, "schema": {"type": "string"}}
+    if names := _PARAMETERS.findall(endpoint.path):
+        operation["parameters"] = [{"name": name, **named} for name in names]
     if endpoint.body is not None:
         schema = refs[endpoint.body]
         operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}

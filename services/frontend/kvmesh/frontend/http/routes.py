@@ -9,7 +9,7 @@ from kvmesh.frontend.apis.base import Api
 from kvmesh.frontend.apis.chat.api import Chat
 from kvmesh.frontend.apis.completions import Completions
 from kvmesh.frontend.apis.messages.api import CountTokens, Messages
-from kvmesh.frontend.apis.responses.api import InputTokens, Responses
+from kvmesh.frontend.apis.responses.api import Compacting, InputTokens, Responses
 from kvmesh.frontend.apis.tokens import Tokenize
 from kvmesh.frontend.http import request_id
 from kvmesh.frontend.http.access_log import AccessEntry
@@ -22,6 +22,7 @@ from kvmesh.frontend.http.intake.unrouted import unrouted
 from kvmesh.frontend.http.middleware import RequestMiddleware
 from kvmesh.frontend.http.models_health import FrontendReadiness, InformationEndpoints
 from kvmesh.frontend.http.openapi import Description
+from kvmesh.frontend.http.responses.conversation_endpoints import ConversationEndpoints
 from kvmesh.frontend.http.responses.endpoints import StoredResponseEndpoints
 from kvmesh.frontend.http.responses.websocket import SocketEndpoint, Sockets
 from kvmesh.frontend.http.tokenize import CountingApi, TokenizeEndpoints
@@ -42,6 +43,7 @@ GENERATING: dict[str, Api] = {
     "/v1/chat/completions": Chat(),
     "/v1/completions": Completions(),
     "/v1/messages": Messages(),
+    f"{RESPONSES}/compact": Compacting(),
     RESPONSES: Responses(),  # the last one: a WebSocket is opened by another method of it
 }
 COUNTING: dict[str, CountingApi] = {
@@ -74,6 +76,7 @@ def application(
         dependencies.background,
         partial(generate.resumer, GENERATING[RESPONSES]),
     )
+    conversations = ConversationEndpoints(endpoints, dependencies.responses, threads)
     busy = BusyThresholdEndpoints(endpoints, dependencies.bus, dependencies.registry)
     information = InformationEndpoints(
         dependencies.registry, readiness, warnings, dependencies.authenticator
@@ -111,6 +114,7 @@ def application(
             *(web.post(p, tokenize.counting(api), name=api.name) for p, api in COUNTING.items()),
             web.post("/v1/detokenize", tokenize.detokenize(), name="detokenize"),
             *stored.routes,
+            *conversations.routes,
             *more,
             *busy.routes,
             web.get("/", root),

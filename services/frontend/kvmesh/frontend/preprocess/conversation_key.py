@@ -11,7 +11,7 @@ from itertools import takewhile
 
 from kvmesh._native import xxh3
 from kvmesh.frontend.apis.agent_kinds import OTHER, is_harness
-from kvmesh.frontend.conversation import GenerateRequest, Text
+from kvmesh.frontend.conversation import ConversationSummary, GenerateRequest, Text
 from kvmesh.frontend.dialects.templates.chat_messages import without_billing
 from kvmesh.frontend.namespaces import inferred
 
@@ -67,9 +67,19 @@ def agent_key(request: GenerateRequest) -> int:
 
 
 def first_message_key(request: GenerateRequest) -> int:
-    """32 bits that identify the last block of the first user message; 0 if it is no text."""
-    first = next((m.blocks[-1] for m in request.messages if m.role == "user" and m.blocks), None)
-    return _hash(first.text) if isinstance(first, Text) else 0
+    """32 bits that identify the last block of the first user message; 0 if it is no text.
+
+    A summary does not change the key of its conversation: engines find by it what was left.
+    """
+    if request.origin:
+        return request.origin
+    for message in request.messages:
+        if message.blocks and isinstance(summary := message.blocks[0], ConversationSummary):
+            return summary.origin
+        if message.blocks and message.role == "user":
+            last = message.blocks[-1]
+            return _hash(last.text) if isinstance(last, Text) else 0
+    return 0
 
 
 def _agent_texts(request: GenerateRequest) -> Iterator[str]:

@@ -92,7 +92,7 @@ def note_compaction(request: GenerateRequest, tokens: int, context: int) -> None
     edits = request.context_edits
     if edits is not None and edits.compact is not None:
         trigger = edits.compact.tokens or min(DEFAULT_COMPACT, context * 3 // 4)
-        edits.compacts = tokens > trigger
+        edits.compacts = edits.compact.always or tokens > trigger
 
 
 def _applied(kind: str, what: str, count: int, tokens: int) -> list[dict[str, Any]]:

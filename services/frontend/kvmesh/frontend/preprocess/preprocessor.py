@@ -12,6 +12,7 @@ from kvmesh.bus.messages import ComputedAhead, Guided, PromptParts, Retain, Show
 from kvmesh.frontend.answers.answer import AnswerNames, AnswerRun, answer_runs, is_call
 from kvmesh.frontend.answers.restore import KnownAnswer, restore
 from kvmesh.frontend.answers.store import AnswerStore
+from kvmesh.frontend.apis.content.compaction import without_compacted
 from kvmesh.frontend.apis.turns.bodies import Turns
 from kvmesh.frontend.cache_account.comparison import PromptComparison
 from kvmesh.frontend.conversation import GenerateRequest, Message, RenderedPrompt, Text
@@ -185,7 +186,10 @@ class Preprocessor:
         if request.thinking_budget == 0:
             request.thinking = False
         images, field, memo = model.card.images, request.content_field, request.memo
-        shown = readable(request.messages, images, field, memo)
+        messages, summary = without_compacted(request.messages, memo)
+        if summary is not None:
+            request.origin = summary.origin
+        shown = readable(messages, images, field, memo)
         request.messages = in_call_order(shown, memo)
         if self._share_prefixes and request.agent.startswith(AGENT):
             request.messages = list(shared_prefix(request.messages))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvmesh.frontend.apis.base import TokenLogprob, UnseenAnswer, Usage
-from kvmesh.frontend.apis.messages.compaction import summary_of, summary_request
+from kvmesh.frontend.apis.content.compaction import summary_of, summary_request
 from kvmesh.frontend.auth.accounts import Account
 from kvmesh.frontend.conversation import AnswerEvent, TextDelta
 from kvmesh.frontend.generation.active_request import RequestRunner

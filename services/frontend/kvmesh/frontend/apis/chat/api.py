@@ -99,7 +99,6 @@ class ChatAnswer:
     def __init__(self, request: GenerateRequest, created: int, extras: openai.ChunkExtras) -> None:
         self._stream = request.stream
         self._extras = extras
-        self._last: list[dict[str, Any]] = []  # chunks, one of each choice
         self._with_logprobs = request.sampling.logprobs is not None
         self._common = {"id": request.id, "created": created, "model": request.model}
         self._chunk_common = {"object": "chat.completion.chunk", **self._common, **extras.common}
@@ -149,13 +148,13 @@ class ChatAnswer:
         state = self._choices[choice]
         called = state.calls or state.transcript.calls
         state.finish = "tool_calls" if ending.reason == "stop" and called else ending.reason
-        if self._stream:
-            last = {"index": choice, "delta": {}, "logprobs": None, "finish_reason": state.finish}
-            self._last.append({**self._chunk_common, "choices": [last]})
-        return b""
+        if not self._stream:
+            return b""
+        last = {"index": choice, "delta": {}, "logprobs": None, "finish_reason": state.finish}
+        return self._extras.ended({**self._chunk_common, "choices": [last]})
 
     def done(self, summary: AnswerSummary) -> bytes:
-        return openai.ending(self._last, self._extras, summary, self._chunk_common)
+        return self._extras.ending(summary, self._chunk_common)
 
     def failed(self, error: ApiError) -> bytes:
         return openai.event(openai.error_object(error)) + openai.DONE

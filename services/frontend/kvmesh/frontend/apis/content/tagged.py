@@ -38,8 +38,9 @@ class Reading:
         self.sealed = Sealed()
         self.skipped: list[str] = []  # paths of what no prompt can show
         self.refers = False  # to items that are stored
+        self.trigger = ""  # path of an item that asks for a summary
 
     @property
     def is_plain(self) -> bool:
         """True if the messages are all that has been read."""
-        return not (self.skipped or self.sealed.bytes or self.refers)
+        return not (self.skipped or self.sealed.bytes or self.refers or self.trigger)

@@ -19,6 +19,7 @@ from kvmesh.frontend.apis.base import (
     Usage,
     json_encode,
 )
+from kvmesh.frontend.apis.content.compaction import sealed_summary
 from kvmesh.frontend.apis.messages.body import SWITCHES, MessagesBody, to_request
 from kvmesh.frontend.apis.messages.context_management import unknown_edits
 from kvmesh.frontend.apis.nvext import ignored_fields
@@ -26,7 +27,7 @@ from kvmesh.frontend.apis.request_hints import apply_hints, session_in_user_id, 
 from kvmesh.frontend.apis.sealed_reasoning import seal
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
 from kvmesh.frontend.apis.turns.bodies import TurnBody
-from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
+from kvmesh.frontend.conversation import AnswerEvent, ConversationSummary, GenerateRequest
 from kvmesh.frontend.errors import STATUS, ApiError, ContextExceeded, InvalidRequest, Kind
 from kvmesh.hashing import TOKEN_BYTES
 
@@ -197,12 +198,12 @@ class MessagesAnswer:
         self._started = False
         self._called = False
         self._ending = Ending("stop")
-        self._summary: str | None = None
+        self._summary: ConversationSummary | None = None
         self._iterations: list[Usage] = []
         self._paused = False
         self._ahead = 0  # blocks before those of the transcript
 
-    def compacted(self, summary: str, usage: Usage, pauses: bool) -> None:
+    def compacted(self, summary: ConversationSummary, usage: Usage, pauses: bool) -> None:
         """The answer begins with this summary, whose generation took `usage`.
 
         With `pauses` it is the whole answer.
@@ -224,7 +225,7 @@ class MessagesAnswer:
         if self._summary is None:
             return b""
         block = {"type": "compaction", "content": ""}
-        delta = {"type": "compaction_delta", "content": self._summary}
+        delta = {"type": "compaction_delta", **_shown(self._summary)}
         return (
             _event({"type": "content_block_start", "index": 0, "content_block": block})
             + _event({"type": "content_block_delta", "index": 0, "delta": delta})
@@ -337,7 +338,8 @@ class MessagesAnswer:
         )
 
     def _summaries(self) -> list[dict[str, Any]]:
-        return [] if self._summary is None else [{"type": "compaction", "content": self._summary}]
+        summary = self._summary
+        return [] if summary is None else [{"type": "compaction", **_shown(summary)}]
 
     def _whole_block(self, part: TranscriptPart) -> dict[str, Any]:
         text = part.text
@@ -354,6 +356,10 @@ class MessagesAnswer:
         if edits is not None:
             extra["context_management"] = {"applied_edits": edits.applied}
         return {**extra, "nvext": summary.nvext} if summary.nvext is not None else extra
+
+
+def _shown(summary: ConversationSummary) -> dict[str, Any]:
+    return {"content": summary.text, "encrypted_content": sealed_summary(summary)}
 
 
 def signature(thinking: str) -> str:

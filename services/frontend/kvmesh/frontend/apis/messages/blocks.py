@@ -11,6 +11,7 @@ from msgspec import Raw, Struct
 from kvmesh.frontend.apis.base import as_json, missing
 from kvmesh.frontend.apis.body_types import defined_as
 from kvmesh.frontend.apis.cache_ttl import inner_cache_control
+from kvmesh.frontend.apis.content.compaction import opened_summary
 from kvmesh.frontend.apis.content.files import file_kind, kind_of, text_of
 from kvmesh.frontend.apis.content.foreign import plain_text, shown_text, with_sources
 from kvmesh.frontend.apis.content.tagged import Foreign, Reading, TaggedDecoder
@@ -129,6 +130,7 @@ class ToolRemovalBlock(Struct, tag="tool_removal"):
 
 class CompactionBlock(Struct, tag="compaction"):
     content: str | None = None
+    encrypted_content: str | None = None
     cache_control: CacheMark | None = None
 
 
@@ -221,7 +223,7 @@ def _block(
         text = with_sources(text, block.citations) if block.citations else text
         return Text(text, cache_control(block.cache_control))
     if isinstance(block, CompactionBlock):
-        return ConversationSummary(block.content or "", cache_control(block.cache_control))
+        return _summary(block, where, reading)
     if isinstance(block, ToolUseBlock):
         if not block.name:
             raise missing(f"{where}.name")
@@ -253,6 +255,17 @@ def _block(
         return _document(block, where, cache, reading, depth)
     texts = _texts(block.content, f"{where}.content", reading, depth)
     return Text(_lines(block.title or "", block.source or "", *texts), cache)
+
+
+def _summary(block: CompactionBlock, where: str, reading: MessagesReading) -> ConversationSummary:
+    """The summary as the client shows it, and what only its opaque form has."""
+    try:
+        opened = opened_summary(block.encrypted_content, reading.sealed)
+    except SealedTooLong:
+        name = f"{where}.encrypted_content"
+        raise InvalidRequest(f"{name}: too long when decompressed", name) from None
+    cache = cache_control(block.cache_control)
+    return ConversationSummary(block.content or "", cache, origin=opened.origin if opened else 0)
 
 
 def _thinking_text(block: ThinkingBlock, where: str, reading: MessagesReading) -> str:

@@ -18,7 +18,6 @@ from kvmesh.frontend.apis.messages.blocks import (
     to_messages,
 )
 from kvmesh.frontend.apis.messages.client_tools import OWN_TYPES, MessagesToolBody, listed
-from kvmesh.frontend.apis.messages.compaction import without_compacted
 from kvmesh.frontend.apis.messages.context_management import ContextManagement, to_edits
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.sampling import MAX_TOKENS, stop_strings
@@ -121,7 +120,7 @@ def to_request(body: MessagesBody, request_id: str, turn: TurnBody) -> GenerateR
         raise InvalidRequest(f"tools: more than {MAX_TOOLS} entries", "tools")
     UNSUPPORTED.refuse(body)
     choice, reading = body.tool_choice, MessagesReading()
-    messages = without_compacted(_messages(body, reading, turn))
+    messages = _messages(body, reading, turn)
     return GenerateRequest(
         id=request_id,
         model=body.model,

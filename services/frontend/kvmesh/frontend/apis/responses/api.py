@@ -1,4 +1,4 @@
-"""POST /v1/responses and /v1/responses/input_tokens (OpenAI)."""
+"""POST /v1/responses, /v1/responses/input_tokens and /v1/responses/compact (OpenAI)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,27 +16,39 @@ from kvmesh.frontend.apis.base import (
     Headers,
     RequestStamp,
     SoFar,
+    StoredTurn,
     TokenLogprob,
     Usage,
     decode,
     json_encode,
 )
 from kvmesh.frontend.apis.cache_ttl import cache_ttl_s
+from kvmesh.frontend.apis.content.compaction import leading_system
 from kvmesh.frontend.apis.nvext import ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.responses.body import (
+    ConversationParam,
     ResponsesBody,
+    instructions,
     preloads,
     summarizes,
     to_request,
     without_effect,
 )
-from kvmesh.frontend.apis.responses.items import RESPONSE_PREFIX, OutputItem
+from kvmesh.frontend.apis.responses.input_items import input_item, said_by_user
+from kvmesh.frontend.apis.responses.items import RESPONSE_PREFIX, OutputItem, compaction_item
 from kvmesh.frontend.apis.responses.thread import ResponsesThread
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
 from kvmesh.frontend.apis.turns.bodies import TurnBody
-from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
-from kvmesh.frontend.errors import ApiError, ContextExceeded, Kind
+from kvmesh.frontend.conversation import (
+    AnswerEvent,
+    Compact,
+    ContextEdits,
+    ConversationSummary,
+    GenerateRequest,
+    Text,
+)
+from kvmesh.frontend.errors import ApiError, ContextExceeded, InvalidRequest, Kind
 from kvmesh.hashing import TOKEN_BYTES
 
 CODES: dict[Kind, str] = {
@@ -68,8 +80,35 @@ def parse_body(
     return parsed, request
 
 
+MakeThread = Callable[
+    [GenerateRequest, ResponsesBody, TurnBody, Callable[[str, object], None]], ResponsesThread
+]
+
+
 class Responses:
     name = "responses"
+    id_prefix = RESPONSE_PREFIX
+    keepalive = openai.KEEPALIVE
+    in_order = True
+
+    def __init__(self, thread: MakeThread = ResponsesThread) -> None:
+        self._thread = thread
+
+    def parse(
+        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: TurnBody | None = None
+    ) -> ApiCall:
+        turn = turn or TurnBody(body)
+        parsed, request = parse_body(body, headers, stamp, turn)
+        answer = ResponsesAnswer(request, parsed, stamp)
+        thread = self._thread(request, parsed, turn, answer.correct)
+        go_on = answer.go_on if parsed.background else None
+        return ApiCall(request, answer, thread, go_on, answer.compacted, preload=preloads(parsed))
+
+
+class Compacting:
+    """Summaries of conversations on request; none is stored, as no answer of it is."""
+
+    name = "compact"
     id_prefix = RESPONSE_PREFIX
     keepalive = openai.KEEPALIVE
     in_order = True
@@ -79,19 +118,14 @@ class Responses:
     ) -> ApiCall:
         turn = turn or TurnBody(body)
         parsed, request = parse_body(body, headers, stamp, turn)
-        answer = ResponsesAnswer(request, parsed, stamp)
-        thread = self._thread(request, parsed, turn, answer.mark_unstored)
-        go_on = answer.go_on if parsed.background else None
-        return ApiCall(request, answer, thread, go_on, preload=preloads(parsed))
-
-    def _thread(
-        self,
-        request: GenerateRequest,
-        body: ResponsesBody,
-        turn: TurnBody,
-        on_unstored: Callable[[], None],
-    ) -> ResponsesThread:
-        return ResponsesThread(request, body, turn, on_unstored)
+        if parsed.conversation is not None:
+            reason = "`conversation` is not supported here; use `previous_response_id` or `input`."
+            raise InvalidRequest(reason, "conversation")
+        parsed.store, request.stream = False, False
+        request.context_edits = ContextEdits(compact=Compact(pauses=True, always=True))
+        thread = ResponsesThread(request, parsed, turn, lambda *_: None)
+        answer = CompactedAnswer(request, parsed, stamp, thread)
+        return ApiCall(request, answer, thread, compacted=answer.compacted)
 
 
 class InputTokens:
@@ -122,16 +156,29 @@ class ResponsesAnswer:
         self._id = request.id
         self._token = stamp.token
         self._created = stamp.created
+        self._request = request
         self._request_fields = _request_fields(body)
         self._summarized = summarizes(body)
+        self._own_system = len(instructions(body))
+        self._compaction: list[dict[str, Any]] = []  # the item of a summary
+        self._compaction_usage: Usage | None = None  # if that is the whole answer
+        self._untold: list[dict[str, Any]] = []  # that item, until its events are sent
 
-    def mark_unstored(self) -> None:
-        """Set `store` to false in the response from now on."""
-        self._request_fields["store"] = False
+    def correct(self, field: str, value: object) -> None:
+        """Change a field of the request that the response repeats, from now on."""
+        self._request_fields[field] = value
 
     def go_on(self, number: int) -> None:
         """The next event has this number: a frontend before this one has sent the others."""
         self._sequence = number
+
+    def compacted(self, summary: ConversationSummary, usage: Usage, pauses: bool) -> None:
+        """The answer begins with this summary, or with `pauses` is it, with its `usage`."""
+        system = leading_system(self._request.messages[self._own_system :])
+        texts = tuple(b.text for m in system for b in m.blocks if isinstance(b, Text))
+        item = compaction_item(self._token, replace(summary, system=texts))
+        self._compaction = self._untold = [item]
+        self._compaction_usage = usage if pauses else None
 
     def begin(self, so_far: SoFar | None = None) -> bytes:
         response = Raw(json_encode(self._object("in_progress", None)))
@@ -140,7 +187,16 @@ class ResponsesAnswer:
         )
 
     def started(self, usage: Callable[[], Usage]) -> bytes:
-        return b""
+        return self._summary_events()
+
+    def _summary_events(self) -> bytes:
+        """The events of the summary, once."""
+        items, self._untold = self._untold, []
+        return b"".join(
+            self._event(f"response.output_item.{event}", output_index=0, item=item)
+            for item in items
+            for event in ("added", "done")
+        )
 
     def events(self, choice: int, events: list[AnswerEvent], logprobs: list[TokenLogprob]) -> bytes:
         frames = []
@@ -158,7 +214,8 @@ class ResponsesAnswer:
         return b"".join(frames)
 
     def _start(self, part: TranscriptPart) -> bytes:
-        item = self._open = OutputItem(len(self._items), part, self._token, self._summarized)
+        index = len(self._compaction) + len(self._items)
+        item = self._open = OutputItem(index, part, self._token, self._summarized)
         self._items.append(item)
         added, events = item.object(), item.events
         frame = self._event("response.output_item.added", output_index=item.index, item=added)
@@ -199,7 +256,9 @@ class ResponsesAnswer:
     def end(self, choice: int, ending: Ending) -> bytes:
         self._ending = ending
         broken = self._open is not None and self._open.part.broken
-        return self._close("incomplete" if ending.reason == "length" or broken else "completed")
+        return self._summary_events() + self._close(
+            "incomplete" if ending.reason == "length" or broken else "completed"
+        )
 
     def done(self, summary: AnswerSummary) -> bytes:
         body = self.whole(summary)
@@ -211,7 +270,7 @@ class ResponsesAnswer:
     def failed(self, error: ApiError) -> bytes:
         code = error.code if isinstance(error, ContextExceeded) else CODES.get(error.kind)
         fault = {"code": code or "server_error", "message": error.message}
-        cut = self._close("incomplete")
+        cut = self._summary_events() + self._close("incomplete")
         response = self._object("failed", None, error=fault, store=False)
         return cut + self._event("response.failed", response=response)
 
@@ -220,7 +279,9 @@ class ResponsesAnswer:
 
     def _object(self, status: str, summary: AnswerSummary | None, **changes: Any) -> dict[str, Any]:
         incomplete = status == "incomplete"
-        usage = _usage_object(summary.usage) if summary is not None else None
+        usage = None
+        if summary is not None:
+            usage = _usage_object(self._compaction_usage or summary.usage)
         return {
             "id": self._id,
             "object": "response",
@@ -228,7 +289,7 @@ class ResponsesAnswer:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if incomplete else None,
-            "output": [item.object() for item in self._items],
+            "output": [*self._compaction, *(item.object() for item in self._items)],
             "usage": usage,
             **self._request_fields,
             **changes,
@@ -239,6 +300,33 @@ class ResponsesAnswer:
         number, self._sequence = self._sequence, self._sequence + 1
         data = json_encode({"type": event, "sequence_number": number, **fields})
         return b"event: %b\ndata: %b\n\n" % (event.encode(), data)
+
+
+class CompactedAnswer(ResponsesAnswer):
+    """Renders the items that stand for a conversation: what its user said, and a summary."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        body: ResponsesBody,
+        stamp: RequestStamp,
+        thread: ResponsesThread,
+    ) -> None:
+        super().__init__(request, body, stamp)
+        self._thread = thread
+
+    def whole(self, summary: AnswerSummary) -> bytes:
+        said = said_by_user(self._thread.whole)
+        turn = StoredTurn(self._id, None, said, [], Raw(b"null"))
+        return json_encode(
+            {
+                "id": self._id,
+                "object": "response.compaction",
+                "created_at": self._created,
+                "output": [*(input_item(turn, n) for n in range(len(said))), *self._compaction],
+                "usage": _usage_object(self._compaction_usage or summary.usage),
+            }
+        )
 
 
 def _usage_object(usage: Usage) -> dict[str, Any]:
@@ -258,7 +346,11 @@ def _request_fields(body: ResponsesBody) -> dict[str, Any]:
     """Fields of the request that the response object repeats."""
     text = body.text.format if body.text and body.text.format else None
     form = {"type": "text"} if text is None else text
+    conversation = body.conversation
+    if isinstance(conversation, str):
+        conversation = ConversationParam(conversation)
     return {
+        **({} if conversation is None else {"conversation": conversation}),
         "background": bool(body.background),
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,

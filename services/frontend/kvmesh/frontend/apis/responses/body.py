@@ -1,10 +1,11 @@
 """Body of a Responses request, and its translation into the internal form."""
 
+from collections.abc import Callable
 from itertools import chain
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
 
 from kvmesh.bus.messages import Guided, Sampling
 from kvmesh.frontend.apis.base import (
@@ -26,6 +27,7 @@ from kvmesh.frontend.apis.chat.body import (
     MAX_MESSAGES,
     MAX_TOOLS,
 )
+from kvmesh.frontend.apis.content.compaction import opened_summary
 from kvmesh.frontend.apis.content.parts import Content, answer_blocks, content_blocks
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.content.tagged import Foreign, Reading
@@ -43,6 +45,8 @@ from kvmesh.frontend.apis.sampling import MAX_TOKENS
 from kvmesh.frontend.apis.sealed_reasoning import SealedTooLong
 from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.conversation import (
+    Compact,
+    ContextEdits,
     GenerateRequest,
     Message,
     Text,
@@ -54,10 +58,12 @@ from kvmesh.frontend.errors import InvalidRequest
 
 KNOWN = frozenset(
     (
-        *("message", "reasoning", "item_reference"),
+        *("message", "reasoning", "item_reference", "compaction", "compaction_trigger"),
         *("function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
     )
 )
+COMPACTION, TRIGGER = "compaction", "compaction_trigger"
+T = TypeVar("T")
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 ROLES: dict[str, Literal["system", "user", "assistant"]] = {
@@ -99,6 +105,17 @@ class ReasoningBody(Struct):
     summary: str | None = None
 
 
+class ContextManagementEntry(Struct):
+    """Entries of other types than COMPACTION have no effect."""
+
+    type: str
+    compact_threshold: Annotated[int, Meta(ge=1)] | None = None
+
+
+class ConversationParam(Struct):
+    id: str
+
+
 class ResponsesBody(Struct, kw_only=True):
     """Fields of the Responses API. Ignores unknown fields."""
 
@@ -126,7 +143,8 @@ class ResponsesBody(Struct, kw_only=True):
     prompt_cache_options: CacheOptions | None = None
     background: bool | None = None
     generate: bool | None = None
-    conversation: Any = None
+    context_management: list[ContextManagementEntry] | None = None
+    conversation: str | ConversationParam | None = None
     prompt: Any = None
     response_format: Any = None
     structured_outputs: Any = None
@@ -135,8 +153,7 @@ class ResponsesBody(Struct, kw_only=True):
 
 
 UNSUPPORTED = UnsupportedFields(
-    conversation="previous_response_id",
-    prompt=None,
+    prompt="instructions",
     response_format="text.format",
     structured_outputs="text.format",
     stop=None,
@@ -167,6 +184,7 @@ def to_request(body: ResponsesBody, request_id: str, turn: TurnBody) -> Generate
         template_args={"reasoning_effort": reasoning.effort} if reasoning.effort else {},
         thinking=False if reasoning.effort == "none" else None,
         stream=bool(body.stream),
+        context_edits=_edits(body, reading),
         body_bytes=reading.sealed.bytes,
         content_field="input",
         ignored=reading.skipped,
@@ -175,7 +193,11 @@ def to_request(body: ResponsesBody, request_id: str, turn: TurnBody) -> Generate
 
 def _check(body: ResponsesBody, known: int) -> None:
     UNSUPPORTED.refuse(body)
-    if not (body.input or body.previous_response_id or preloads(body)):
+    if body.conversation is not None and body.previous_response_id is not None:
+        reason = "`previous_response_id` cannot be used with `conversation`."
+        raise InvalidRequest(reason, "previous_response_id", "mutually_exclusive_parameters")
+    continues = body.previous_response_id or body.conversation
+    if not (body.input or continues or preloads(body)):
         raise InvalidRequest("`input` must not be empty.", "input", MISSING)
     if isinstance(body.input, list):
         check_length(known + len(body.input), 0, MAX_MESSAGES, "input")
@@ -184,6 +206,19 @@ def _check(body: ResponsesBody, known: int) -> None:
         raise InvalidRequest("`background` has no effect without an answer.", "background")
     if body.background and body.store is False:
         raise InvalidRequest("`background` requires `store`.", "background")
+
+
+def _edits(body: ResponsesBody, reading: Reading) -> ContextEdits | None:
+    """The compaction that the body asks for, by a threshold or at once."""
+    entry = next((e for e in body.context_management or () if e.type == COMPACTION), None)
+    if entry is None and not reading.trigger:
+        return None
+    if body.background:
+        param = reading.trigger or "context_management"
+        raise InvalidRequest(f"`{param}`: not supported with `background`.", param)
+    tokens = entry.compact_threshold if entry is not None else None
+    asked = bool(reading.trigger)
+    return ContextEdits(compact=Compact(tokens, pauses=asked, always=asked))
 
 
 def _sampling(body: ResponsesBody) -> Sampling:
@@ -204,6 +239,8 @@ def without_effect(body: ResponsesBody) -> list[str]:
     """Paths of the known fields whose values have no effect."""
     found = ["truncation"] if body.truncation == "auto" else []
     found += [f"include[{i}]" for i, name in enumerate(body.include or ()) if name not in INCLUDED]
+    entries = enumerate(body.context_management or ())
+    found += [f"context_management[{i}]" for i, e in entries if e.type != COMPACTION]
     if body.text is not None and body.text.verbosity is not None:
         found.append("text.verbosity")
     if body.reasoning is not None and body.reasoning.summary is not None:
@@ -232,14 +269,18 @@ def _shown(raw: Raw, index: int, reading: Reading) -> list[Message]:
     return [m for m in _messages(raw, f"input[{index}]", reading) if m.blocks]
 
 
-def storable_items(items: list[Raw]) -> list[Raw]:
-    """The input items to store: references and what a prompt can hold, without unknown fields."""
+def storable_items(items: list[Raw], field: str = "input") -> list[Raw]:
+    """The items to store: references and what a prompt can hold, without unknown fields.
+
+    `field` of the body holds them. Raises InvalidRequest.
+    """
     reading, found = Reading(), []
-    for raw in items:
-        item = _decode(raw, "input")
+    for index, raw in enumerate(items):
+        where = f"{field}[{index}]"
+        item = _decode(raw, where)
         if not isinstance(item, Item):
             found += [raw] if hosted_messages(item) else []
-        elif item.is_reference or _message(item, "input", reading) is not None:
+        elif item.is_reference or _message(item, where, reading) is not None:
             found.append(Raw(msgspec.json.encode(item)))
     return found
 
@@ -260,11 +301,17 @@ def _decode(raw: Raw, where: str) -> Item | Foreign:
 
 def _messages(raw: Raw, where: str, reading: Reading) -> list[Message]:
     item = _decode(raw, where)
+    if reading.trigger:
+        reason = f"`{reading.trigger}`: only the last item may be a compaction trigger."
+        raise InvalidRequest(reason, reading.trigger)
     if not isinstance(item, Item):
         messages = hosted_messages(item)
         if not messages:
             reading.skipped.append(where)
         return messages
+    if item.type == TRIGGER:
+        reading.trigger = where
+        return []
     message = _message(item, where, reading)
     if message is None and not item.is_reference:
         reading.skipped.append(where)
@@ -288,7 +335,7 @@ def instructions(body: ResponsesBody) -> list[Message]:
 
 
 def _message(item: Item, where: str, reading: Reading) -> Message | None:
-    """The internal message; None for a reference, and for reasoning that cannot be read."""
+    """The internal message; None for a reference, and for opaque content that cannot be read."""
     kind = item.type or ("message" if item.role else None)
     if kind == "message":
         if item.role not in ROLES:
@@ -303,6 +350,11 @@ def _message(item: Item, where: str, reading: Reading) -> Message | None:
     if kind == "reasoning":
         thinking = _thinking(item, where, reading)
         return Message("assistant", [Thinking(thinking)]) if thinking else None
+    if kind == COMPACTION:
+        summary = _opened(lambda: opened_summary(item.encrypted_content, reading.sealed), where)
+        return Message("assistant", [summary]) if summary is not None else None
+    if kind == TRIGGER:
+        return None
     if item.is_reference:
         if not item.id:
             raise missing(f"{where}.id")
@@ -334,12 +386,17 @@ def _result(item: Item, where: str, reading: Reading) -> ToolResult:
 def _thinking(item: Item, where: str, reading: Reading) -> str:
     """The full text if the item has it in any form, else the summary."""
     full = "".join(_texts(item.content, f"{where}.content", reading))
+    full = full or _opened(lambda: reading.sealed.open(item.encrypted_content), where)
+    return full or "\n".join(_texts(item.summary, f"{where}.summary", reading))
+
+
+def _opened(read: Callable[[], T], where: str) -> T:
+    """Read the opaque content of an item."""
     try:
-        full = full or reading.sealed.open(item.encrypted_content)
+        return read()
     except SealedTooLong:
         reason = f"`{where}.encrypted_content`: too long when decompressed."
         raise InvalidRequest(reason, f"{where}.encrypted_content") from None
-    return full or "\n".join(_texts(item.summary, f"{where}.summary", reading))
 
 
 def _texts(content: Content | None, where: str, reading: Reading) -> list[str]:

@@ -15,6 +15,7 @@ MAX_LISTED = 100
 PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
+    "compaction": "cmp",
     "function_call": "fc",
     "custom_tool_call": "ctc",
     "function_call_output": "fco",
@@ -47,7 +48,7 @@ def input_item(turn: StoredTurn, place: int) -> Raw:
     listed = {**item, "id": item.get("id") or name, "type": kind}
     if kind == "message":
         listed["content"] = _parts(item.get("content"), item.get("role"))
-    if kind != "reasoning":
+    if kind not in ("reasoning", "compaction"):
         listed["status"] = item.get("status") or "completed"
     return Raw(json_encode(listed))
 
@@ -64,6 +65,11 @@ def input_of(turns: Sequence[StoredTurn]) -> list[Raw]:
         found += [input_item(turn, place) for place in range(len(turn.input))]
         found += turn.output if turn is not turns[-1] else []
     return found
+
+
+def said_by_user(items: Iterable[Raw]) -> list[Raw]:
+    """The user's messages of a conversation."""
+    return [item for item in items if _head.decode(item).role == "user"]
 
 
 def _parts(content: Any, role: Any) -> list[dict[str, Any]]:

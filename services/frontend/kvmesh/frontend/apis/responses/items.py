@@ -3,8 +3,10 @@
 from typing import Any, NamedTuple
 
 from kvmesh.frontend.apis.base import TokenLogprob
+from kvmesh.frontend.apis.content.compaction import sealed_summary
 from kvmesh.frontend.apis.sealed_reasoning import seal
 from kvmesh.frontend.apis.transcript import PartKind, TranscriptPart
+from kvmesh.frontend.conversation import ConversationSummary
 
 RESPONSE_PREFIX = "resp_"
 TOKEN_LENGTH = 24  # hexadecimal digits of the token that a response and its items share
@@ -120,3 +122,12 @@ class OutputItem:
         if self.custom:
             return {"type": "custom_tool_call", **head, "input": text}
         return {"type": "function_call", **head, "arguments": text}
+
+
+def compaction_item(token: str, summary: ConversationSummary) -> dict[str, Any]:
+    """The item that stands for the conversation before an answer's other items."""
+    return {
+        "type": "compaction",
+        "id": f"cmp_{token}00",
+        "encrypted_content": sealed_summary(summary),
+    }

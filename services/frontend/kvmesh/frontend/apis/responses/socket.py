@@ -6,7 +6,8 @@ The wire form is that of OpenAI's WebSocket mode: a `response.create` has the fi
 
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,10 +16,8 @@ from msgspec import Raw, Struct
 from kvmesh.frontend.apis import openai
 from kvmesh.frontend.apis.base import ApiCall, Headers, RequestStamp, decode, json_encode
 from kvmesh.frontend.apis.responses.api import Responses
-from kvmesh.frontend.apis.responses.body import ResponsesBody
 from kvmesh.frontend.apis.responses.thread import Keep, KeptConversation, KeptThread
 from kvmesh.frontend.apis.turns.bodies import TurnBody
-from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 
 CREATE, STEER = "response.create", "response.steer"
@@ -84,8 +83,7 @@ class SocketResponses(Responses):
     """
 
     def __init__(self, kept: KeptConversation | None, keep: Keep) -> None:
-        self._kept = kept
-        self._keep = keep
+        super().__init__(partial(KeptThread, kept=kept, keep=keep))
 
     def parse(
         self, body: bytes, headers: Headers, stamp: RequestStamp, turn: TurnBody | None = None
@@ -97,15 +95,6 @@ class SocketResponses(Responses):
         call.request.stream = True
         call.request.ignored = [name for name in call.request.ignored if name not in ENVELOPE]
         return call
-
-    def _thread(
-        self,
-        request: GenerateRequest,
-        body: ResponsesBody,
-        turn: TurnBody,
-        on_unstored: Callable[[], None],
-    ) -> KeptThread:
-        return KeptThread(request, body, turn, on_unstored, self._kept, self._keep)
 
 
 def error_event(

@@ -9,12 +9,15 @@ from msgspec import Raw
 from kvmesh.frontend.apis.base import StoredTurn
 from kvmesh.frontend.apis.content.tagged import Reading
 from kvmesh.frontend.apis.responses.body import (
+    ConversationParam,
     ResponsesBody,
     input_items,
     instructions,
     storable_items,
     to_messages,
 )
+from kvmesh.frontend.apis.responses.conversations import listed_items
+from kvmesh.frontend.apis.responses.items import RESPONSE_PREFIX
 from kvmesh.frontend.apis.responses.references import (
     Outputs,
     References,
@@ -33,7 +36,7 @@ class _Output(msgspec.Struct):
 class ResponsesThread:
     """The stored conversation that a response continues or refers to, and its own turn.
 
-    `on_unstored` makes the answer say that it was not stored.
+    `correct` changes a field of the answer, to say that it was not stored.
     """
 
     kept: "KeptConversation | None" = None
@@ -44,17 +47,32 @@ class ResponsesThread:
         request: GenerateRequest,
         body: ResponsesBody,
         turn: TurnBody,
-        on_unstored: Callable[[], None],
+        correct: Callable[[str, object], None],
     ) -> None:
         self._known = turn.items  # those before the items of `body`, none of which is a reference
         self._request = request
         self._body = body
-        self._on_unstored = on_unstored
+        self._correct = correct
         self.previous = body.previous_response_id
+        conversation = body.conversation
+        named = isinstance(conversation, ConversationParam)
+        self.conversation = conversation.id if named else conversation
         self.store = body.store is not False
+        self._before: list[Raw] = []  # the items that it continues
+        self._resolved: list[Raw] | None = None
 
     def _items(self) -> list[Raw]:
         return [*self._known(), *input_items(self._body)]
+
+    @property
+    def _own(self) -> list[Raw]:
+        """The items of the body, without references that were resolved."""
+        return self._items() if self._resolved is None else self._resolved
+
+    @property
+    def whole(self) -> list[Raw]:
+        """All items up to the answer."""
+        return [*self._before, *self._own]
 
     def referenced(self, turns: list[StoredTurn]) -> References:
         """Responses whose items the input or an earlier turn refers to."""
@@ -65,8 +83,9 @@ class ResponsesThread:
         """Insert the messages of earlier turns before this request's input; resolve references."""
         reading = Reading()
         earlier = self._earlier(turns, outputs, reading)
-        own = to_messages(resolve(self._items(), outputs, "input"), reading)
-        self._show([*earlier, *own])
+        own = resolve(self._items(), outputs, "input")
+        self._show([*earlier, *to_messages(own, reading)])
+        self._before, self._resolved = resolve(_items(turns), outputs, None), own
         self._request.body_bytes += reading.sealed.bytes
 
     def _earlier(
@@ -79,17 +98,28 @@ class ResponsesThread:
 
     def turn(self, response: bytes) -> StoredTurn:
         """The turn to store, with the whole `response` object."""
+        output = output_of(response)
         return StoredTurn(
             id=self._request.id,
             previous=self.previous,
             input=storable_items(self._items()),
-            output=output_of(response),
+            output=output,
             response=Raw(response),
+            compacted=compacts(output),
+            conversation=self.conversation or "",
         )
+
+    def added(self, response: bytes) -> list[Raw]:
+        """The items of this turn, to add to the conversation."""
+        token = self._request.id.removeprefix(RESPONSE_PREFIX)
+        return [*listed_items(self._own, token, "input"), *output_of(response)]
+
+    def mark_not_added(self) -> None:
+        self._correct("conversation", None)
 
     def mark_unstored(self) -> None:
         self.store = False
-        self._on_unstored()
+        self._correct("store", False)
 
     def keep(self, response: bytes) -> None:
         """Keep nothing: the conversation is that of one request."""
@@ -128,13 +158,14 @@ class KeptThread(ResponsesThread):
         request: GenerateRequest,
         body: ResponsesBody,
         turn: TurnBody,
-        on_unstored: Callable[[], None],
+        correct: Callable[[str, object], None],
         kept: KeptConversation | None,
         keep: Keep,
     ) -> None:
-        super().__init__(request, body, turn, on_unstored)
+        super().__init__(request, body, turn, correct)
         self.kept = kept
         self._keep = keep
+        self.keeps = self.conversation is None
         self._refers = False
         self._size = kept.size if kept is not None else 0
         self._memo = request.memo = kept.memo if kept is not None else TurnMemo()
@@ -183,13 +214,22 @@ class KeptThread(ResponsesThread):
         messages = [*self._messages, *to_messages(output, Reading())]
         size = self._size + sum(map(len, own)) + sum(map(len, output))
         request = self._request
-        kept_now = KeptConversation(request.cache_salt, stored, items, messages, request.memo, size)
+        memo = request.memo
+        if compacts(output):  # the summary, with which it begins, stands for the rest
+            messages, size, memo = to_messages(output, Reading()), sum(map(len, output)), TurnMemo()
+            stored, items = (stored, items) if self.store else (None, output)
+        kept_now = KeptConversation(request.cache_salt, stored, items, messages, memo, size)
         self._keep(request.id, kept_now)
 
 
 def output_of(response: bytes) -> list[Raw]:
     """The output items of a response object."""
     return msgspec.json.decode(response, type=_Output).output
+
+
+def compacts(output: list[Raw]) -> bool:
+    """True if an answer's output begins with a summary."""
+    return bool(output) and bytes(output[0]).startswith(b'{"type":"compaction"')
 
 
 def _items(turns: list[StoredTurn]) -> list[Raw]:

@@ -6,6 +6,7 @@ from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.fair_threads import FairThreads
 from kvmesh.frontend.http.bodies import LARGE
+from kvmesh.frontend.http.responses.conversations import ConversationStore
 from kvmesh.frontend.http.responses.store import MAX_HISTORY, ResponseNotFound, ResponseStore
 
 PREVIOUS = "previous_response_id"
@@ -17,18 +18,22 @@ class StoredHistory:
     def __init__(self, store: ResponseStore, threads: FairThreads) -> None:
         self._store = store
         self._threads = threads
+        self.conversations = ConversationStore(store)
 
     async def prepend(self, request: GenerateRequest, thread: ConversationThread | None) -> None:
         """Prepend the conversation that `request` continues, and resolve its references.
 
-        Raises ResponseNotFound, InvalidRequest or Unavailable.
+        Raises ResponseNotFound, ConversationNotFound, InvalidRequest or Unavailable.
         """
         if thread is None:
             return
         tenant, turns, kept = request.cache_salt, [], thread.kept
         if kept is not None and kept.tenant != tenant:
             raise ResponseNotFound(thread.previous or "", PREVIOUS)
-        if kept is None and thread.previous is not None:
+        if thread.conversation is not None:
+            found = await self.conversations.get(thread.conversation, tenant, "conversation")
+            turns = [found.turn]
+        elif kept is None and thread.previous is not None:
             turns = await self._store.history(thread.previous, tenant)
         referenced = thread.referenced(turns)
         if not turns and not referenced and kept is None:

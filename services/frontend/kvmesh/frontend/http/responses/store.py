@@ -62,21 +62,22 @@ class ResponseStore:
         self._bus = bus
         name = bus.subjects.responses_bucket
         self._quota = BucketQuota(bus, name, int(max_bytes * tenant_share))
-        self._bucket = evicting_bucket(bus, name, ttl_s, max_bytes)
+        self.bucket = evicting_bucket(bus, name, ttl_s, max_bytes)
 
     def log(self, response_id: str, tenant: str) -> ResponseLog:
         """The events of a background response; raises ResponseNotFound for what is no id."""
         if not _is_id(response_id):
             raise ResponseNotFound(response_id)
         entry = _entry(response_id, tenant)
-        return ResponseLog(self._bucket, self._quota, entry, self._bus.max_payload // 2)
+        return ResponseLog(self.bucket, self._quota, entry, self._bus.max_payload // 2)
 
     async def history(
         self, response_id: str, tenant: str, param: str | None = "previous_response_id"
     ) -> list[StoredTurn]:
         """The turns up to and including `response_id`, oldest first, at most `MAX_TURNS`.
 
-        `param`: the parameter with the id, for errors.
+        `param`: the parameter with the id, for errors. With one, the turns are those of a prompt,
+        which shows none before a summary.
 
         Raises ResponseNotFound, Unavailable, or InvalidRequest beyond `MAX_HISTORY` bytes.
         """
@@ -85,8 +86,13 @@ class ResponseStore:
         max_bytes = MAX_HISTORY
         while next_id is not None and len(turns) < MAX_TURNS:
             turn, size = await self._get(next_id, tenant, param, max_bytes)
+            if turn.conversation and param is not None:
+                reason = f"Response '{turn.id}' belongs to conversation '{turn.conversation}';"
+                raise InvalidRequest(f"{reason} continue that with `conversation`.", param)
             turns.append(turn)
             next_id, max_bytes = turn.previous, max_bytes - size
+            if turn.compacted and param is not None:
+                break
         return turns[::-1]
 
     async def items(self, references: References, tenant: str) -> dict[str, list[Raw]]:
@@ -134,7 +140,7 @@ class ResponseStore:
             raise ResponseNotFound(response_id, param)
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                packed = await self._read(_entry(response_id, tenant))
+                packed = await self.read(_entry(response_id, tenant))
         except NotFound:
             raise ResponseNotFound(response_id, param) from None
         except (BusError, TimeoutError) as error:
@@ -149,8 +155,9 @@ class ResponseStore:
             raise ResponseNotFound(response_id, param)
         return turn, size
 
-    async def _read(self, entry: str) -> bytes:
-        bucket = self._bucket
+    async def read(self, entry: str) -> bytes:
+        """What `write` has stored under an entry; raises NotFound or BusError."""
+        bucket = self.bucket
         packed = (await bucket.get(f"{entry}.0")).value or b""
         rest = [(await bucket.get(f"{entry}.{n}")).value or b"" for n in range(1, packed[0])]
         return b"".join([packed[1:], *rest])
@@ -159,22 +166,36 @@ class ResponseStore:
         """Store a turn; on failure log it and return False, so that the request still succeeds."""
         small = sum(map(len, turn.input)) + len(turn.response) < SMALL
         size, packed = _packed(turn) if small else await asyncio.to_thread(_packed, turn)
-        if size > MAX_TURN or len(packed) > self._quota.max_bytes:
+        if size > MAX_TURN:
             return self._not_stored(turn, "it is too large")
-        most = min(PART_BYTES, self._bus.max_payload // 2)
-        parts = [packed[at : at + most] for at in range(0, len(packed), most)]
-        if len(parts) > MAX_PARTS:
-            return self._not_stored(turn, f"it has more than {MAX_PARTS} parts of {most} bytes")
-        entry = _entry(turn.id, turn.tenant)
         try:
-            async with asyncio.timeout(TIMEOUT_S):
-                await self._quota.reserve(entry, len(packed))
-                for number, part in list(enumerate(parts))[:0:-1]:
-                    await self._bucket.put(f"{entry}.{number}", part)
-                await self._bucket.put(f"{entry}.0", bytes([len(parts)]) + parts[0])
+            await self.write(_entry(turn.id, turn.tenant), packed)
+        except InvalidRequest as error:
+            return self._not_stored(turn, error.message)
         except (BusError, TimeoutError) as error:
             return self._not_stored(turn, cause(error))
         return True
+
+    async def write(self, entry: str, packed: bytes) -> None:
+        """Store bytes in parts, within the quota of the entry's tenant, which its first token is.
+
+        Raises BusError, TimeoutError, or InvalidRequest for too many bytes.
+        """
+        most = min(PART_BYTES, self._bus.max_payload // 2)
+        parts = [packed[at : at + most] for at in range(0, len(packed), most)]
+        if len(packed) > self._quota.max_bytes:
+            raise InvalidRequest(f"It has more than {self._quota.max_bytes} bytes to store.")
+        if len(parts) > MAX_PARTS:
+            raise InvalidRequest(f"It has more than {MAX_PARTS} parts of {most} bytes to store.")
+        async with asyncio.timeout(TIMEOUT_S):
+            await self._quota.reserve(entry, len(packed))
+            for number, part in list(enumerate(parts))[:0:-1]:
+                await self.bucket.put(f"{entry}.{number}", part)
+            await self.bucket.put(f"{entry}.0", bytes([len(parts)]) + parts[0])
+
+    async def remove(self, entry: str) -> None:
+        """Delete what is stored under an entry; raises BusError."""
+        await self._quota.purge(entry)
 
     def _not_stored(self, turn: StoredTurn, reason: str) -> bool:
         metrics.unstored_responses.inc()
