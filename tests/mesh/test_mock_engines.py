@@ -8,8 +8,20 @@ import pytest_asyncio
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.wait import eventually
+from support.worker import prompt, work
 
-from kvmesh.bus.messages import Placement, Sampling
+from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery.leases import Lease
+from kvmesh.bus.messages import (
+    Instance,
+    Load,
+    MessageDecoder,
+    Placement,
+    Role,
+    Sampling,
+    WorkReply,
+)
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.router import KvRouter
 
 ENGINES = 5
@@ -46,6 +58,28 @@ async def test_every_engine_serves_and_knows_its_own_blocks(mesh: Mesh) -> None:
             assert answer
             held = await router.best_worker(prompt, update_indexer=False)
             assert (held.worker_id, held.overlap_blocks) == (instance, len(prompt) // 16)
+
+
+async def test_the_requests_of_a_dead_frontend_are_aborted_on_every_engine(mesh: Mesh) -> None:
+    bus = await Bus.connect(mesh.options, "test")
+    card = Instance(instance="gone", role=Role.FRONTEND, name="gone", version="0", started=0.0)
+    lease = Lease(bus, card, StreamLimits())
+    await lease.open()
+    aborted: dict[str, int] = {}
+    await bus.subscribe(
+        bus.subjects.load_all,
+        MessageDecoder(Load),
+        lambda load: aborted.update({load.instance: load.aborted}),
+    )
+    await eventually(lambda: len(aborted) == ENGINES)
+    endless = Sampling(max_tokens=100_000, ignore_eos=True)
+    for number, instance in enumerate(aborted):
+        item = work(f"r{number}", prompt(40), frontend="gone", sampling=endless)
+        reply = await bus.request(bus.subjects.work(instance), item, MessageDecoder(WorkReply), 30)
+        assert reply.status == "accepted"
+    await lease.close()
+    await eventually(lambda: list(aborted.values()) == [1] * ENGINES)
+    await bus.close()
 
 
 async def test_a_drained_engine_leaves_alone_and_the_process_ends_cleanly(mesh: Mesh) -> None:

@@ -27,6 +27,7 @@ from kvmesh.bus.messages import (
     KvEvent,
     Load,
     MessageDecoder,
+    ModelCard,
     StartPhase,
     StartSource,
     StepOutput,
@@ -97,7 +98,8 @@ class WorkerNode:
     `on_end` is called when the node should leave: with None on a `Drain` command, with the error
     after the engine has died. Files of adapters travel through the `exchange`, if any. On a `Sleep`
     command it sets `wants_sleep`; the owner then calls `doze`, and `leave`, which keeps the engine.
-    `earlier` is the life of a worker that wakes, `membership` compares its card with others.
+    `earlier` is the life of a worker that wakes, `membership` compares its card with others, and
+    `orphans` are followed for several nodes of a process.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class WorkerNode:
         exchange: CopyExchange | None = None,
         earlier: EarlierLife | None = None,
         membership: Membership | None = None,
+        orphans: OrphanedRequests | None = None,
     ) -> None:
         worker = settings.worker
         self._bus = bus
@@ -150,9 +153,7 @@ class WorkerNode:
             self._sleep,
             lambda: self.draining,
         )
-        self._orphans = OrphanedRequests(
-            bus, limits, instance, lambda: self._requests.frontends, self._requests.abandon
-        )
+        self._orphans = orphans or OrphanedRequests(bus, limits, instance)
         self._loop = asyncio.get_running_loop()
         self._tasks = BackgroundTasks()
         self._subscriptions: list[Subscription] = []
@@ -173,10 +174,9 @@ class WorkerNode:
         return self._joined and not self.draining and not self._membership.incompatible
 
     @property
-    def files(self) -> str:
-        """The digest of the model's files; empty before the start."""
-        card = self._lease.card if self._lease is not None else None
-        return card.model.files if card is not None and card.model is not None else ""
+    def model(self) -> ModelCard | None:
+        """The card of the model; None before the start."""
+        return self._lease.card.model if self._lease is not None else None
 
     @property
     def events_published(self) -> int:
@@ -217,11 +217,11 @@ class WorkerNode:
         if self._joined:
             self._tasks.start(self._publish_weights(), "digest of the weights")
 
-    async def start(self, files: str | None = None) -> None:
+    async def start(self, like: ModelCard | None = None) -> None:
         """Start the engine, then join the mesh; raises EngineError or a bus error.
 
-        `files` is the digest of the model's files if they are published already. Routers can see
-        the worker once this returns.
+        `like` is the card of the model if another worker of this process has published it. Routers
+        can see the worker once this returns.
         """
         with self._timeline.phase(StartPhase.ENGINE, outer=True):
             self.info = info = await self._engine.start(self)
@@ -229,12 +229,12 @@ class WorkerNode:
         for kind, text in info.warnings.items():
             self._warnings.update(kind, {"": text})
         with self._timeline.phase(StartPhase.REGISTRATION):
-            card = await self._make_card(info, files)
+            card = await self._make_card(info, like)
             keep_model(self._bus, self._folder, card.model.files if card.model else "")
             await self._membership.admit(card)
             self._start_publishing(card)
             await self._listen()
-            await self._orphans.open()
+            await self._orphans.follow(self._requests)
             lease = Lease(self._bus, self._with_phases(card), self._limits, self._on_lapsed)
             self._lease = lease
             await lease.open()
@@ -330,7 +330,7 @@ class WorkerNode:
         if self._lease is not None:
             await self._lease.close()
             self._lease = None
-        await self._orphans.close()
+        await self._orphans.forget(self._requests)
         await self._unsubscribe()
         await self._control.close()
         self._requests.close()
@@ -343,13 +343,14 @@ class WorkerNode:
 
     # joining and leaving
 
-    async def _make_card(self, info: EngineInfo, files: str | None) -> Instance:
+    async def _make_card(self, info: EngineInfo, like: ModelCard | None) -> Instance:
         worker = self._settings.worker
         if reason := role_problem(info, worker.serves):
             raise EngineConfigError(reason)
-        if not files:
+        if like is None:
             files = await patiently(partial(publish_model, self._bus, self._folder))
-        model = replace(model_card(worker, self._folder, info, files), weights=self._weights)
+            like = model_card(worker, self._folder, info, files)
+        model = replace(like, weights=self._weights, adapters=info.adapters)
         sleeps = not sleep_problem(self._engine, worker.engine)
         return instance_card(worker, info, model, self.instance, self._name, sleeps)
 

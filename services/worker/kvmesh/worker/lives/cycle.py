@@ -128,7 +128,7 @@ class WorkerLives:
             self._further = FurtherEngines(
                 service.bus, settings, self._folder, service.name, count, service.limits
             )
-            await self._further.start(self.node.files)
+            await self._further.start(self.node.model)
 
     async def _wait_parked(self) -> bool:
         service = self._service

@@ -10,13 +10,14 @@ from pathlib import Path
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.errors import BusError
-from kvmesh.bus.messages import Instance
+from kvmesh.bus.messages import Instance, ModelCard
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.runtime.warnings import Warnings
 from kvmesh.settings import Settings
 from kvmesh.worker.engine import EngineContext, EngineError, create_engine
 from kvmesh.worker.health.membership import Membership
 from kvmesh.worker.node import WorkerNode
+from kvmesh.worker.requests.orphans import OrphanedRequests
 
 STARTS = 16  # at once: each waits for replies of NATS
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class FurtherEngines:
         self._limits = limits
         self._drain_s = settings.worker.drain_timeout_s
         self._leaving: set[asyncio.Task[None]] = set()
+        self._orphans = OrphanedRequests(bus, limits, name)
         names = [f"{name}-{index}" for index in range(1, count + 1)]
         self.nodes = {each: self._node(each) for each in names}
 
@@ -71,10 +73,11 @@ class FurtherEngines:
             self._limits,
             partial(self._on_end, name),
             membership=_Alike(self._bus, Warnings(), self._limits.lease_s),
+            orphans=self._orphans,
         )
 
-    async def start(self, files: str) -> None:
-        """Join the mesh; `files` is the digest of the model's files, which are published.
+    async def start(self, model: ModelCard | None) -> None:
+        """Join the mesh with the card of the model, which is published.
 
         Raises the first error of `WorkerNode.start`.
         """
@@ -82,7 +85,7 @@ class FurtherEngines:
 
         async def join(node: WorkerNode) -> None:
             async with places:
-                await node.start(files)
+                await node.start(model)
 
         try:
             async with asyncio.TaskGroup() as group:
