@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 import pytest_asyncio
 from support.engines import StartedEngine, prompt
@@ -18,6 +19,7 @@ from kvmesh.bus.messages import Clear
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import RemoteSettings, VllmSettings, WorkerSettings
 from kvmesh.worker.engine import EngineContext, create_engine
+from kvmesh.worker.engines.remote.server import InferenceServer
 
 pytestmark = [
     pytest.mark.vllm,
@@ -141,6 +143,9 @@ async def test_a_server_is_cleared_or_says_what_is_left(
         started = StartedEngine(engine, await engine.start(sink), sink, salt=PLAIN)
         await stored_below(started, "first")
         assert await cached(started, "again") == 5 * SIZE
+        if "VLLM_SERVER_DEV_MODE" in env:
+            async with aiohttp.ClientSession() as http:  # the worker has asked it, too
+                await InferenceServer(http, server.url).arguments(PATIENCE_S)
         reply = await started.execute(Clear())
         if kind == "neither":
             assert not reply.ok

@@ -86,6 +86,7 @@ class ApiServer:
     plugin_problem: str | None = None
     connector: str = ""
     development: bool = True
+    told: int = 0  # times that it told its configuration
     storage: str = ""
     ranks: tuple[int, ...] = (0,)
 
@@ -428,6 +429,7 @@ vllm:iteration_tokens_total_sum{{engine="0"}} {self.steps}
         ]
 
     async def _configuration(self, _: web.Request) -> web.Response:
+        self.told += 1
         transfer = {"kv_connector": self.connector, "kv_connector_extra_config": {}}
         config = {"kv_transfer_config": transfer if self.connector else None}
         return web.json_response({"vllm_config": config})

@@ -108,6 +108,11 @@ async def test_after_ok_the_next_prompt_finds_nothing(
     assert await sidecar.cached() == 0
 
 
+async def test_a_server_is_asked_for_its_arguments_before_they_are_needed(start: Start) -> None:
+    sidecar = await start()
+    await eventually(lambda: sidecar.server.told, what="vLLM takes long for the first reply")
+
+
 async def test_a_connector_that_cannot_be_cleared_is_named(start: Start) -> None:
     sidecar = await start(connector="LMCacheConnectorV1")
     await sidecar.cached()

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from array import array
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 
 import aiohttp
@@ -66,6 +66,7 @@ from kvmesh.worker.model_folder import model_context
 log = logging.getLogger(__name__)
 MISSED_PROBES = 3
 CONNECT_S = 5.0  # longest wait for a connection
+ARGUMENTS_S = 120.0  # for which the first reply with a server's arguments may take
 LINE_BYTES = 1 << 20
 OTHER_RANKS = "other_ranks"  # a kind of warning
 NO_CONNECTOR = "the server's metrics have no series of KvmeshConnector"
@@ -165,6 +166,8 @@ class RemoteEngine(PrefetchingAdapter):
         elif not self._is_sglang:
             log.info("%s: no prefetches, %s", self._redacted_url, NO_CACHED_TOKENS)
         self._tasks.start(self._watch(server), "server watch")
+        if self._retention is None and not self._is_sglang:
+            self._tasks.start(_ask_early(server), "server arguments")
         return self._describe(block_size)
 
     def _check_ranks(self) -> None:
@@ -424,3 +427,12 @@ def _reports_now(output: StreamOutput, work: Work, is_first: bool) -> bool:
     if output.finish is not None and work.decode is not None and work.decode.explicit:
         return True
     return is_first and any(retain.explicit for retain in work.retention)
+
+
+async def _ask_early(server: InferenceServer) -> None:
+    """A vLLM in its development mode looks at its machine for the first reply, which takes long.
+
+    Later ones, when the cache is to be cleared, come at once.
+    """
+    with suppress(EngineError):
+        await server.arguments(ARGUMENTS_S)

@@ -131,17 +131,18 @@ class InferenceServer:
             raise EngineError(redacted(f"{url}: {cause(error)}")) from error
         return status, _object(text), message_of(text).strip()
 
-    async def arguments(self) -> dict[str, Any]:
+    async def arguments(self, timeout_s: float | None = None) -> dict[str, Any]:
         """The server's arguments: SGLang's `ServerArgs` or vLLM's configuration; empty if untold.
 
         vLLM tells them in its development mode only. Raises EngineError if it does not reply.
         """
+        timeout_s = timeout_s or PROBE_TIMEOUT_S
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 told = await self._optional("/server_info?config_format=json")
                 told = told or await self._optional("/get_server_info")
         except TimeoutError:
-            reason = f"{self._redacted_url} does not reply within {PROBE_TIMEOUT_S:g} s"
+            reason = f"{self._redacted_url} does not reply within {timeout_s:g} s"
             raise EngineError(reason) from None
         config = told.get("vllm_config", told)
         return config if isinstance(config, dict) else {}
