@@ -80,6 +80,10 @@ class Tap:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
+    def tokens(self, work: Work) -> list[int]:
+        """The tokens that engines generated for a request so far."""
+        return self.generated.get(_request(work.request), [])
+
     def token(self, text: str) -> int:
         """The id of a token of the demo model."""
         found = self._tokenizer.token_to_id(text)
@@ -88,7 +92,11 @@ class Tap:
 
     def text(self, work: Work) -> str:
         """The prompt as text, special tokens included."""
-        ids = array("I", work.tokens).tolist()
+        return self.decoded(work.tokens)
+
+    def decoded(self, tokens: bytes) -> str:
+        """Packed tokens as text, special tokens included."""
+        ids = array("I", tokens).tolist()
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
