@@ -24,16 +24,21 @@ from support.wait import PATIENCE_S, eventually
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SYSTEM = "You are a careful agent who reads files. " * 6
 QUESTIONS = ("How many lines has the file? " * 6 + "Read it.", "And how many words, then?")
-RESULT = "one\ntwo\nthree"
+RESULTS = ("one\ntwo\nthree", "nothing")
 PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}}
 TOOL: Json = {"name": "read", "description": "Reads a file."}
-CALL = '{"name": "read", "arguments": {"path": "a.txt"}}'
+# As models write them: with blanks before the first, and JSON in more than one form.
+CALLS = (
+    '{"name": "read", "arguments": {"path": "a.txt"}}',
+    '{"arguments":{"path":"caf\\u00e9.txt"},"name":"read"}',
+)
 SCRIPT = [
     {"match": "words, then", "text": "Three words.\n\nNo more."},
     {"match": "one\\ntwo", "text": "<think>\nI count them.\n</think>\n\nIt has three lines."},
     {
         "match": "Read it",
-        "text": f"<think>\nI must read.\n</think>\n\nI look.\n<tool_call>\n{CALL}\n</tool_call>",
+        "text": "<think>\nI must read.\n</think>\n\nI look.   "
+        + "".join(f"\n<tool_call>\n{call}\n</tool_call>" for call in CALLS),
     },
 ]
 END = ("response.completed", "response.incomplete", "response.failed", "error")
@@ -170,8 +175,8 @@ class Continuing(Surface):
     def new(self, history: History) -> History:
         """The entries that the server does not know yet; after others of it, all of them."""
         known, self.known = self.known, len(history) + 1
-        if known != len(history) - 1:
-            self.previous = {}
+        if any(isinstance(each, Content) for each in history[known:]):
+            self.previous = {}  # another one has answered since
         return history[known:] if self.previous else history
 
 
@@ -258,7 +263,8 @@ async def run(stage: Stage, *kinds: type[Surface], stream: bool) -> list[Turn]:
             assert len(generated) == whole.output_tokens
             turns.append(Turn(work.tokens, generated, answer))
             if answer.calls:
-                history += [answer, Asked(RESULT, answer.call_ids[0])]
+                results = zip(RESULTS, answer.call_ids, strict=True)
+                history += [answer, *(Asked(text, call) for text, call in results)]
             else:
                 history += [answer, Asked(QUESTIONS[1])]
     finally:
@@ -292,7 +298,7 @@ async def stage(
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def expected(stage: Stage) -> list[Turn]:
     turns = await run(stage, ByChat, stream=False)
-    assert turns[0].answer.calls == [("read", {"path": "a.txt"})]
+    assert turns[0].answer.calls == [("read", {"path": p}) for p in ("a.txt", "café.txt")]
     assert [turn.answer.text for turn in turns] == [
         "I look.",
         "It has three lines.",
