@@ -9,6 +9,7 @@ import secrets
 from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -46,7 +47,7 @@ END = ("response.completed", "response.incomplete", "response.failed", "error")
 
 @dataclass(frozen=True)
 class Asked:
-    """What a person says, or with `call` the result of that call."""
+    """A text of a person, or with `call` the result of that call."""
 
     text: str
     call: str = ""
@@ -257,7 +258,7 @@ async def run(stage: Stage, *kinds: type[Surface], stream: bool) -> list[Turn]:
         for number in range(3):
             before = len(stage.tap.works)
             answer = await surfaces[kinds[number % len(kinds)]].ask(list(history))
-            (work,) = await eventually(lambda at=before: stage.tap.works[at:])
+            (work,) = await eventually(partial(stage.tap.since, before))
             whole = await stage.tap.outcome(work)
             generated = stage.tap.tokens(work)
             assert len(generated) == whole.output_tokens

@@ -99,7 +99,8 @@ async def answered(client: AsyncOpenAI, way: str, **fields: Any) -> Any:
     more = {"background": True} if way == "background" else {}
     if way == "whole":
         return await client.responses.create(**GREEDY, **fields)
-    async with await client.responses.create(**GREEDY, **fields, **more, stream=True) as stream:
+    create: Any = client.responses.create
+    async with await create(**GREEDY, **fields, **more, stream=True) as stream:
         async for event in stream:
             if event.type in ("response.completed", "response.incomplete"):
                 return event.response

@@ -100,6 +100,10 @@ class Tap:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
+    def since(self, count: int) -> list[Work]:
+        """The works after so many."""
+        return self.works[count:]
+
     def of(self, session: str) -> list[Work]:
         return [work for work in self.works if work.session == session]
 
