@@ -136,6 +136,15 @@ async def test_whatever_is_added_at_the_same_time_is_kept(client: AsyncOpenAI) -
     assert sorted(texts(listed.data)) == [f"number {n}" for n in range(6)]
 
 
+async def test_items_of_tools_that_are_unknown_here_are_kept(client: AsyncOpenAI) -> None:
+    odd: Any = {"type": "future_call", "id": 7, "call_id": {"a": 1}, "arguments": "x"}
+    made = await client.conversations.create(items=[odd, HI])
+    listed: Any = await client.conversations.items.list(made.id, order="asc")
+    assert [item.type for item in listed.data] == ["future_call", "message"]
+    response = await client.responses.create(**GREEDY, input="And?", conversation=made.id)
+    assert response.output
+
+
 async def test_what_cannot_be_served_is_named(client: AsyncOpenAI) -> None:
     made = await client.conversations.create()
     both: Any = {"conversation": made.id, "previous_response_id": "resp_1"}
