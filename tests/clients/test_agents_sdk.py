@@ -8,6 +8,7 @@ from agents import (
     Agent,
     Model,
     OpenAIChatCompletionsModel,
+    OpenAIConversationsSession,
     OpenAIResponsesModel,
     Runner,
     function_tool,
@@ -49,6 +50,25 @@ async def test_an_agent_streams_its_loop(model: Model) -> None:
     assert "tool_called" in names
     assert "tool_output" in names
     assert result.final_output == "It is sunny in Oslo. Bye."
+
+
+async def test_a_session_is_a_conversation_of_the_mesh(url: str) -> None:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+        agent = Agent(name="a", model=OpenAIResponsesModel(MODEL, client), tools=[get_weather])
+        session = OpenAIConversationsSession(openai_client=client)
+        result = await Runner.run(agent, "How is the weather in Oslo?", session=session)
+        assert result.final_output == "It is sunny in Oslo. Bye."
+        items = await session.get_items()
+        kinds = [str(item["type"]) for item in items if "type" in item]
+        assert [kind for kind in kinds if kind != "reasoning"] == [
+            "message",
+            "function_call",
+            "function_call_output",
+            "message",
+        ]
+        assert await session.pop_item() == items[-1]
+        assert await session.get_items() == items[:-1]
+        await session.clear_session()
 
 
 class Forecast(BaseModel):

@@ -99,7 +99,8 @@ async def answered(client: AsyncOpenAI, way: str, **fields: Any) -> Any:
     more = {"background": True} if way == "background" else {}
     if way == "whole":
         return await client.responses.create(**GREEDY, **fields)
-    async with await client.responses.create(**GREEDY, **fields, **more, stream=True) as stream:
+    create: Any = client.responses.create
+    async with await create(**GREEDY, **fields, **more, stream=True) as stream:
         async for event in stream:
             if event.type in ("response.completed", "response.incomplete"):
                 return event.response
@@ -133,6 +134,15 @@ async def test_whatever_is_added_at_the_same_time_is_kept(client: AsyncOpenAI) -
     await asyncio.gather(*(add(made.id, items=each) for each in items))
     listed: Any = await client.conversations.items.list(made.id)
     assert sorted(texts(listed.data)) == [f"number {n}" for n in range(6)]
+
+
+async def test_items_of_tools_that_are_unknown_here_are_kept(client: AsyncOpenAI) -> None:
+    odd: Any = {"type": "future_call", "id": 7, "call_id": {"a": 1}, "arguments": "x"}
+    made = await client.conversations.create(items=[odd, HI])
+    listed: Any = await client.conversations.items.list(made.id, order="asc")
+    assert [item.type for item in listed.data] == ["future_call", "message"]
+    response = await client.responses.create(**GREEDY, input="And?", conversation=made.id)
+    assert response.output
 
 
 async def test_what_cannot_be_served_is_named(client: AsyncOpenAI) -> None:

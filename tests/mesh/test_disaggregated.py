@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from support.nats import NatsServer
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Clear, ControlReply, MessageDecoder
+from kvmesh.bus.messages import Clear, ControlReply, MessageDecoder, instance_number
 from kvmesh.demo import model_dir
 
 LONG = "Each worker tells what it keeps, and a prompt goes where most of it is kept already. " * 8
@@ -42,9 +43,12 @@ def begin(mesh: Mesh, **prefill: str) -> None:
     mesh.start("frontend", "frontend-0")
 
 
-async def complete(mesh: Mesh, prompt: str, model: str = "kvmesh-demo", tokens: int = 12) -> Any:
+async def complete(
+    mesh: Mesh, prompt: str, model: str = "kvmesh-demo", tokens: int = 12, **fields: Any
+) -> Any:
     def post() -> Any:
         body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        body |= fields
         request = urllib.request.Request(
             f"{mesh.url}/v1/completions",
             json.dumps(body).encode(),
@@ -97,6 +101,27 @@ async def test_only_long_prompts_are_prefilled_on_the_prefill_worker(mesh: Mesh)
     await complete(mesh, SHORT)
     assert prefills(mesh, "done") == 1
     assert mesh.metric("kvmesh_frontend_prefills_total") == 1
+
+
+async def test_a_request_names_the_worker_that_computes_its_prompt(mesh: Mesh) -> None:
+    begin(mesh)
+    mesh.start("worker", "prefill-1", KVMESH_WORKER_SERVES="prefill")
+    await mesh.ready()
+    await workers(mesh, 3)
+    decode = instance(mesh, "decode-0")
+    for number in (0, 1):
+        name = instance(mesh, f"prefill-{number}")
+        for wanted in (name, instance_number(name)):  # by both of its names, and however short
+            nvext = {"prefill_worker_id": wanted, "extra_fields": ["worker_id"]}
+            answer = await complete(mesh, f"{wanted}? {SHORT}", nvext=nvext)
+            told = answer["nvext"]["worker_id"]
+            assert told["prefill_worker_id"] == instance_number(name)
+            assert told["instance"] == decode
+    assert prefills(mesh, "done") == 4
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        await complete(mesh, SHORT, nvext={"prefill_worker_id": decode})
+    error = json.load(refused.value)["error"]
+    assert (refused.value.code, error["param"]) == (400, "nvext.prefill_worker_id"), error
 
 
 async def test_no_request_is_lost_when_the_prefill_worker_is_killed(mesh: Mesh) -> None:

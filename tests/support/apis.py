@@ -24,8 +24,10 @@ class Content:
     prompt: int = 0
     cached: int = 0
     output: int = 0
+    reasoning: int = 0
     nvext: Json | None = None
     id: str = field(default="", compare=False)
+    call_ids: list[str] = field(default_factory=list, compare=False)
 
     def decode_calls(self) -> "Content":
         """Decode the arguments of calls from JSON."""
@@ -70,6 +72,7 @@ class Api:
 def _openai_usage(content: Content, usage: Json) -> None:
     content.prompt, content.output = usage["prompt_tokens"], usage["completion_tokens"]
     content.cached = usage["prompt_tokens_details"]["cached_tokens"]
+    content.reasoning = usage["completion_tokens_details"]["reasoning_tokens"]
 
 
 def _chat_whole(answer: Json) -> Content:
@@ -77,6 +80,7 @@ def _chat_whole(answer: Json) -> Content:
     message = choice["message"]
     content = Content(message.get("reasoning_content") or "", message["content"] or "")
     functions = [call["function"] for call in message.get("tool_calls", [])]
+    content.call_ids = [call["id"] for call in message.get("tool_calls", [])]
     content.calls = [(function["name"], function["arguments"]) for function in functions]
     content.finish, content.nvext = choice["finish_reason"], answer.get("nvext")
     _openai_usage(content, answer["usage"])
@@ -98,6 +102,7 @@ def _chat_streamed(chunks: list[Json]) -> Content:
             for call in delta.get("tool_calls", []):
                 if call["index"] == len(calls):
                     calls.append([call["function"]["name"], ""])
+                    content.call_ids.append(call["id"])
                 calls[call["index"]][1] += call["function"].get("arguments", "")
     content.calls = [(name, arguments) for name, arguments in calls]
     return content
@@ -127,6 +132,7 @@ def _messages_usage(content: Content, usage: Json) -> None:
     inputs = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
     content.prompt = sum(usage[name] for name in inputs)
     content.cached, content.output = usage["cache_read_input_tokens"], usage["output_tokens"]
+    content.reasoning = usage["output_tokens_details"]["thinking_tokens"]
 
 
 def _messages_whole(answer: Json) -> Content:
@@ -138,6 +144,7 @@ def _messages_whole(answer: Json) -> Content:
             content.text += block["text"]
         else:
             content.calls.append((block["name"], block["input"]))
+            content.call_ids.append(block["id"])
     _messages_usage(content, answer["usage"])
     return content
 
@@ -166,6 +173,7 @@ def _messages_streamed(found: list[Json]) -> Content:
 def _responses_usage(content: Content, usage: Json) -> None:
     content.prompt, content.output = usage["input_tokens"], usage["output_tokens"]
     content.cached = usage["input_tokens_details"]["cached_tokens"]
+    content.reasoning = usage["output_tokens_details"]["reasoning_tokens"]
 
 
 def _responses_whole(answer: Json) -> Content:
@@ -173,6 +181,7 @@ def _responses_whole(answer: Json) -> Content:
     for item in answer["output"]:
         if item["type"] == "function_call":
             content.calls.append((item["name"], item["arguments"]))
+            content.call_ids.append(item["call_id"])
         elif item["type"] == "reasoning":
             content.thinking += "".join(part["text"] for part in item["content"])
         else:
@@ -197,6 +206,7 @@ def _responses_streamed(found: list[Json]) -> Content:
         elif kind == "response.output_text.delta":
             content.text += event["delta"]
     content.calls = [(name, arguments) for name, arguments in calls.values()]
+    content.call_ids = last.call_ids
     _responses_usage(content, found[-1]["response"]["usage"])
     assert content == last
     return content

@@ -80,6 +80,10 @@ class Tap:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
+    def tokens(self, work: Work) -> list[int]:
+        """The tokens that engines generated for a request so far."""
+        return self.generated.get(_request(work.request), [])
+
     def token(self, text: str) -> int:
         """The id of a token of the demo model."""
         found = self._tokenizer.token_to_id(text)
@@ -88,9 +92,17 @@ class Tap:
 
     def text(self, work: Work) -> str:
         """The prompt as text, special tokens included."""
-        ids = array("I", work.tokens).tolist()
+        return self.decoded(work.tokens)
+
+    def decoded(self, tokens: bytes) -> str:
+        """Packed tokens as text, special tokens included."""
+        ids = array("I", tokens).tolist()
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
+
+    def since(self, count: int) -> list[Work]:
+        """The works after so many."""
+        return self.works[count:]
 
     def of(self, session: str) -> list[Work]:
         return [work for work in self.works if work.session == session]

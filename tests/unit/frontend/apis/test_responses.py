@@ -192,8 +192,9 @@ def test_a_summary_stands_for_all_before_it_and_brings_its_system_texts(
         ]
 
 
-def test_a_summary_of_another_server_is_listed_as_unread() -> None:
-    items = [{"type": "compaction", "encrypted_content": "gAAAA"}, {"role": "user", "content": "b"}]
+@pytest.mark.parametrize("opaque", ["gAAAA", seal("hm"), seal('["sum", [], 4294967296]')])
+def test_a_summary_that_this_server_has_not_written_is_listed_as_unread(opaque: str) -> None:
+    items = [{"type": "compaction", "encrypted_content": opaque}, {"role": "user", "content": "b"}]
     sent = {"model": "m", "input": items}
     request = Responses().parse(json.dumps(sent).encode(), {}, STAMP).request
     assert request.ignored == ["input[0]"]

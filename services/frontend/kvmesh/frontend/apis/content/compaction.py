@@ -3,9 +3,10 @@
 import re
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import Annotated
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import Sampling
@@ -37,7 +38,7 @@ _SUMMARY = re.compile(r"<summary>(.*?)(?:</summary>|\Z)", re.DOTALL)
 class _State(Struct, array_like=True):
     summary: str
     system: tuple[str, ...] = ()
-    origin: int = 0
+    origin: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
 
 
 _state = msgspec.json.Decoder(_State)

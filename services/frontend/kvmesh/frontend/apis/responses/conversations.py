@@ -10,7 +10,7 @@ from kvmesh.frontend.apis.base import StoredTurn, check_length, decode
 from kvmesh.frontend.apis.responses.body import storable_items
 from kvmesh.frontend.apis.responses.input_items import input_item
 from kvmesh.frontend.apis.responses.items import RESPONSE_PREFIX
-from kvmesh.frontend.apis.responses.references import ItemHead
+from kvmesh.frontend.apis.responses.references import head_of
 
 CONVERSATION_PREFIX = "conv_"
 MAX_ADDED = 20  # items of one request
@@ -19,7 +19,6 @@ Metadata: TypeAlias = Annotated[
     Meta(max_length=16),
 ]
 _NOTHING = Raw(b"null")
-_head = msgspec.json.Decoder(ItemHead)
 
 
 class ConversationBody(Struct):
@@ -89,21 +88,16 @@ class Conversation(Struct):
 
     def add(self, items: Iterable[Raw]) -> None:
         """Add items at the end, but none twice: a response may be resumed, and so end twice."""
-        known = set(map(item_id, self.items))
-        self.items += [item for item in items if item_id(item) not in known]
+        known = {head_of(item).id for item in self.items}
+        self.items += [item for item in items if head_of(item).id not in known]
 
     def item(self, name: str) -> Raw | None:
         """The item with this id."""
-        return next((item for item in self.items if item_id(item) == name), None)
+        return next((item for item in self.items if head_of(item).id == name), None)
 
     def remove(self, name: str) -> None:
         """Remove the item with this id."""
-        self.items = [item for item in self.items if item_id(item) != name]
-
-
-def item_id(item: Raw) -> str | None:
-    """The id of a listed item."""
-    return _head.decode(item).id
+        self.items = [item for item in self.items if head_of(item).id != name]
 
 
 def listed_items(items: list[Raw], token: str, field: str) -> list[Raw]:

@@ -8,7 +8,7 @@ from msgspec import Meta, Raw, Struct
 
 from kvmesh.frontend.apis.base import StoredTurn, json_encode
 from kvmesh.frontend.apis.responses.items import RESPONSE_PREFIX
-from kvmesh.frontend.apis.responses.references import ItemHead
+from kvmesh.frontend.apis.responses.references import head_of
 from kvmesh.frontend.errors import InvalidRequest
 
 MAX_LISTED = 100
@@ -21,7 +21,6 @@ PREFIXES = {
     "function_call_output": "fco",
     "custom_tool_call_output": "cto",
 }
-_head = msgspec.json.Decoder(ItemHead)
 
 
 class ItemsQuery(Struct):
@@ -41,11 +40,12 @@ def input_item(turn: StoredTurn, place: int) -> Raw:
     Without an id of its own it has one that names the response and the place.
     """
     item: dict[str, Any] = msgspec.json.decode(turn.input[place])
-    if _head.decode(turn.input[place]).is_reference:
+    if head_of(turn.input[place]).is_reference:
         return turn.input[place]
     kind = item.get("type") or "message"
     name = f"{PREFIXES.get(kind, 'itm')}_{turn.id.removeprefix(RESPONSE_PREFIX)}i{place:02x}"
-    listed = {**item, "id": item.get("id") or name, "type": kind}
+    own = item.get("id")
+    listed = {**item, "id": own if own and isinstance(own, str) else name, "type": kind}
     if kind == "message":
         listed["content"] = _parts(item.get("content"), item.get("role"))
     if kind not in ("reasoning", "compaction"):
@@ -69,7 +69,7 @@ def input_of(turns: Sequence[StoredTurn]) -> list[Raw]:
 
 def said_by_user(items: Iterable[Raw]) -> list[Raw]:
     """The user's messages of a conversation."""
-    return [item for item in items if _head.decode(item).role == "user"]
+    return [item for item in items if head_of(item).role == "user"]
 
 
 def _parts(content: Any, role: Any) -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ def item_list(items: Sequence[Raw], query: ItemsQuery) -> dict[str, Any]:
     Raises InvalidRequest if `after` is none of them.
     """
     ordered = list(items if query.order == "asc" else items[::-1])
-    names = [_head.decode(item).id for item in ordered]
+    names = [head_of(item).id for item in ordered]
     begin = 0
     if query.after is not None:
         if query.after not in names:

@@ -32,6 +32,16 @@ class ItemHead(Struct, omit_defaults=True):
 
 
 _head = msgspec.json.Decoder(ItemHead)
+
+
+def head_of(item: Raw) -> ItemHead:
+    """The head of an item; an empty one if its fields have types of their own."""
+    try:
+        return _head.decode(item)
+    except msgspec.ValidationError:
+        return ItemHead()
+
+
 Outputs = Mapping[str, Sequence[Raw]]  # output and other items by the id of their response
 References = Mapping[str, Collection[int]]  # places of input items by the id of their response
 
@@ -61,7 +71,7 @@ def resolve(items: Sequence[Raw], outputs: Outputs, where: str | None) -> list[R
     """
     stored: dict[str, Raw] = {}
     for output in outputs.values():
-        stored |= {name: item for item in output if (name := _head.decode(item).id)}
+        stored |= {name: item for item in output if (name := head_of(item).id)}
     found, size = [], 0
     for item in items:
         resolved = _resolved(item, stored, where)
@@ -87,8 +97,5 @@ def _item_of(item: Raw) -> str | None:
     data = bytes(item)
     if len(data) > MAX_ESCAPED and KIND.encode() not in data and b'"type"' in data:
         return None  # without decoding a large item
-    try:
-        found = _head.decode(data)
-    except msgspec.ValidationError:
-        return None  # no reference has such fields
+    found = head_of(item)
     return found.id if found.is_reference else None

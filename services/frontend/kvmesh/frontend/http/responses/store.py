@@ -156,7 +156,7 @@ class ResponseStore:
         return turn, size
 
     async def read(self, entry: str) -> bytes:
-        """What `write` has stored under an entry; raises NotFound or BusError."""
+        """The bytes that `write` has stored under an entry; raises NotFound or BusError."""
         bucket = self.bucket
         packed = (await bucket.get(f"{entry}.0")).value or b""
         rest = [(await bucket.get(f"{entry}.{n}")).value or b"" for n in range(1, packed[0])]
