@@ -34,6 +34,7 @@ OVERLAP_REPLY = MessageDecoder(OverlapReply)
 IN_FLIGHT = 64
 QUERY_S = 4.0
 VISIBLE_S = 10.0
+PLAIN_BLOCKS = 1_000_000  # above, nats-py's `get` takes minutes
 RATE = 20_000  # blocks per second
 BATCH_S = 0.003
 
@@ -271,13 +272,14 @@ async def _until_visible(bus: Bus, fleet: Fleet) -> float:
 # --- warm restart
 
 
-async def restart(server: Server, folder: Path, report: Report, blocks: int) -> float:
+async def restart(server: Server, folder: Path, report: Report, blocks: int, target: str) -> float:
     """kill -9, start again: time from the new process's start to its first right reply."""
-    bus = await connect(server, "restart")
+    name = f"restart{blocks}"
+    bus = await connect(server, name)
     store = SnapshotStore(bus)
     async with Fleet(bus, 8) as fleet:
         messages = blocks // (4 * 250)
-        indexer = Indexer(server, "restart", folder, "--snapshot-threshold", str(messages))
+        indexer = Indexer(server, name, folder, "--snapshot-threshold", str(messages))
         await indexer.reaches("ready", 1)
         for i in range(messages):
             worker = fleet.workers[i % 8]
@@ -290,16 +292,17 @@ async def restart(server: Server, folder: Path, report: Report, blocks: int) -> 
         await indexer.reaches("applied_seq", messages + 1)
         indexer.kill()
         slot = (await store.slots("whole"))[0]
-        plain = await _plain_get(bus, slot.name)
+        plain = await _plain_get(bus, slot.name) if blocks <= PLAIN_BLOCKS else None
         seconds = []
         for _ in range(3):
-            again = Indexer(server, "restart", folder)
+            again = Indexer(server, name, folder)
             seconds.append(await _until_right(bus, again, local, worker.instance))
             restored = float(re.findall(r"in ([\d.]+) s", again.log.read_text())[0])
             again.kill()
     await bus.close()
-    report.add_runs(f"warm restart, {blocks:,} blocks", seconds, "s", "", "≤ 3")
-    report.add("… snapshot read and loaded", restored, "s", f"{plain:.2f} (get)")
+    report.add_runs(f"warm restart, {blocks:,} blocks", seconds, "s", "", target)
+    alone = f"{plain:.2f} (get)" if plain is not None else ""
+    report.add("… snapshot read and loaded", restored, "s", alone)
     report.add("… snapshot size", slot.size / blocks, "bytes/block", "16 (two hashes)")
     return percentile(seconds, 0.5)
 
@@ -333,7 +336,8 @@ async def run(folder: Path, quick: bool) -> tuple[Report, str]:
         large = await events(server, folder, report, 10_000 // scale, 8)
         asked = await queries(server, folder, report)
         visible = await visibility(server, folder, report)
-        warm = await restart(server, folder, report, 1_000_000 // scale)
+        warm = await restart(server, folder, report, 1_000_000 // scale, "≤ 3")
+        await restart(server, folder, report, 10_000_000 // scale, "≤ 5")
     finally:
         server.process.kill()
         server.process.wait()

@@ -33,7 +33,7 @@ from kvmesh.hashing import salt, sequence_hashes
 
 MODEL = "bench"
 SALT = salt(MODEL)
-LIMITS = StreamLimits()
+LIMITS = StreamLimits(lease_s=60.0)  # this process is busy while it makes millions of blocks
 EVENT_BLOCKS = 32
 
 

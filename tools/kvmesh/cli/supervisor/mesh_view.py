@@ -29,6 +29,7 @@ from kvmesh.settings import Settings, redacted
 log = logging.getLogger(__name__)
 CONNECT_S = 5.0
 RETRY_S = 0.5
+LOOK_S = 1e-4  # between looks at the cards, for each card: a look takes a part of that
 
 
 class MeshView:
@@ -44,6 +45,7 @@ class MeshView:
         self._limits = stream_limits(settings.streams)
         self._directory = Directory(bus, self._limits, self._joined)
         self._changed = asyncio.Event()
+        self._look: asyncio.TimerHandle | None = None
         self.waits_for = ""
         self.on_starting: Callable[[Starting], None] = lambda _: None
         self.on_joined: Callable[[], None] = lambda: None
@@ -153,10 +155,18 @@ class MeshView:
         self._changed.set()
 
     async def close(self) -> None:
+        if self._look is not None:
+            self._look.cancel()
         await self._directory.close()
         await self.bus.close()
 
     def _joined(self, _: Instance) -> None:
+        if self._look is None:
+            wait_s = LOOK_S * len(self._directory.instances)
+            self._look = asyncio.get_running_loop().call_later(wait_s, self._note_joined)
+
+    def _note_joined(self) -> None:
+        self._look = None
         self.have_served |= self.routable
         self._changed.set()
         self.on_joined()

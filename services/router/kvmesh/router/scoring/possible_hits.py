@@ -1,10 +1,11 @@
 """Blocks of a prompt that the mesh could have reused, beside those of the chosen rank. Pure."""
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvmesh.bus.messages import Candidate, Elsewhere, PossibleHits
+from kvmesh.bus.messages import Candidate, Elsewhere, PossibleHits, RankKey
 from kvmesh.router.scoring.candidates import Candidates
-from kvmesh.router.scoring.overlaps import TIERS, Overlaps
+from kvmesh.router.scoring.overlaps import TIERS
 from kvmesh.router.state.rank_table import ROLES, RankTable, Serves
 
 COLUMNS = 1 + TIERS
@@ -18,14 +19,17 @@ def possible_hits(candidates: Candidates, chosen: Candidate, serves: Serves) -> 
     overlaps = candidates.overlaps
     if overlaps is None:
         return None
-    held, best = _longest(overlaps)
+    rows = np.frombuffer(overlaps.rows, "<u4").reshape(-1, COLUMNS)
+    totals = rows[:, 1:].sum(1)
+    held = int(totals.max(initial=0))
     expected = sum(chosen.overlap)
     own = expected
     if candidates.running and own:
-        own = min(own, _held_by(chosen, overlaps, candidates.table))
+        ours = _are_of(chosen, overlaps.ranks, candidates.table)[rows[:, 0]]
+        own = min(own, int(totals[ours].max(initial=0)))
     elsewhere = None
     if held > own:
-        key = overlaps.ranks[best]
+        key = overlaps.ranks[int(rows[totals.argmax(), 0])]
         reason = _reason(candidates, key.instance, key.rank, serves)
         elsewhere = Elsewhere(instance=key.instance, rank=key.rank, blocks=held, reason=reason)
     return PossibleHits(
@@ -37,27 +41,13 @@ def possible_hits(candidates: Candidates, chosen: Candidate, serves: Serves) -> 
     )
 
 
-def _longest(overlaps: Overlaps) -> tuple[int, int]:
-    """The longest overlap of one rank or node in blocks, and its index among the ranks."""
-    if not overlaps.rows:
-        return 0, 0
-    table = np.frombuffer(overlaps.rows, "<u4").reshape(-1, COLUMNS)
-    totals = table[:, 1:].sum(axis=1)
-    row = int(totals.argmax())
-    return int(totals[row]), int(table[row, 0])
-
-
-def _held_by(chosen: Candidate, overlaps: Overlaps, table: RankTable) -> int:
-    """Blocks that the chosen rank or the kvbm of its node holds, without predicted ones."""
+def _are_of(chosen: Candidate, ranks: list[RankKey], table: RankTable) -> NDArray[np.bool_]:
+    """True for the chosen rank and the kvbm of its node, for each of `ranks`."""
     card = table.cards.get(chosen.instance)
     node = table.nodes.number(card.node) if card is not None and card.node else 0
-    most = 0
-    for number, *tiers in np.frombuffer(overlaps.rows, "<u4").reshape(-1, COLUMNS).tolist():
-        key = overlaps.ranks[number]
-        own = (key.instance, key.rank) == (chosen.instance, chosen.rank)
-        if own or (node and table.nodes.of_kvbm(key.instance) == node):
-            most = max(most, sum(tiers))
-    return most
+    slots = table.slots_of_keys(ranks)
+    own: NDArray[np.bool_] = slots == table.slot_of.get((chosen.instance, chosen.rank), -1)
+    return own | (slots == table.size + node) if node else own
 
 
 def _reason(candidates: Candidates, instance: str, rank: int, serves: Serves) -> str:
