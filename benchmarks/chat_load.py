@@ -49,7 +49,7 @@ def prompts(seed: int, tokens: int) -> Iterator[str]:
         yield "".join(f" {rng.choice(known)}" for _ in range(tokens))
 
 
-def _post(url: str, body: bytes) -> bytes:
+def post(url: str, body: bytes) -> bytes:
     place = urlsplit(url)
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: {place.netloc}\r\n"
@@ -89,7 +89,7 @@ class Connection:
 
     def stream(self, body: bytes) -> Timing:
         """Send one streaming request and time its answer. Raises LoadError."""
-        data = _post(self._url, body)
+        data = post(self._url, body)
         timing = Timing()
         started = time.perf_counter()
         self._socket.sendall(data)
@@ -150,7 +150,7 @@ class _Stream(asyncio.Protocol):
         self._timing = Timing()
         self._head, self._need, self._tail = b"", -1, b""
         self._started = self._latest = time.perf_counter()
-        self._transport.write(_post(self._url, body))
+        self._transport.write(post(self._url, body))
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()

@@ -119,15 +119,18 @@ def apply_nvext(request: GenerateRequest, nvext: Nvext) -> None:
     request.retain_prompt(nvext.session_control.ttl_s() if nvext.session_control else None)
     request.speculative = bool(nvext.agent_hints and nvext.agent_hints.speculative_prefill)
     request.policy = nvext.policy
-    request.overrides = nvext.router_config_override or {}
-    request.extra_fields = frozenset(nvext.extra_fields or ()) & _EXTRA_FIELDS
+    request.overrides = nvext.router_config_override or request.overrides
+    if nvext.extra_fields:
+        request.extra_fields = frozenset(nvext.extra_fields) & _EXTRA_FIELDS
     if nvext.max_thinking_tokens is not None:
         request.thinking_budget = nvext.max_thinking_tokens
 
 
 def annotations_of(nvext: Nvext | None) -> frozenset[str]:
     """The annotations that a stream is to have."""
-    return frozenset(nvext.annotations or ()) & _ANNOTATIONS if nvext is not None else frozenset()
+    if nvext is None or not nvext.annotations:
+        return frozenset()
+    return frozenset(nvext.annotations) & _ANNOTATIONS
 
 
 def _raw(request: GenerateRequest) -> str:

@@ -74,7 +74,8 @@ def apply_hints(
     if generator or own:
         hints = replace(hints, load_test=_flag(own, "load-test", generator))
     request.hints = hints
-    request.placement = _placement(own, nvext)
+    if own or nvext is not _NO_NVEXT:
+        request.placement = _placement(own, nvext)
     request.policy = _header(own, "policy") or request.policy
 
 

@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from kvmesh.bus.messages import SeqPrefilled
 from kvmesh.frontend import metrics
@@ -100,6 +101,7 @@ class ActiveRequest:
         self._sink = sink
         self.started = started
         self._dispatching: asyncio.Future[None] | None = None
+        self._is_dispatched = False
         self._summary: AnswerSummary | None = None
         self._prompt = _Prompt(runner.events, prepared)
         self.prepared = prepared
@@ -172,17 +174,17 @@ class ActiveRequest:
         self._dispatching = asyncio.ensure_future(self._dispatch())
         await asyncio.wait([self._dispatching], timeout=timeout)
         if self._dispatching.done():
-            await self._dispatching
+            await self._dispatched()
 
     async def finished(self) -> bytes:
         """Return the last frames when every sequence has ended. Raises the first error."""
-        if self._dispatching is None:
-            await self._dispatch()
-        else:
-            await self._dispatching
-            self.flush()
+        await self._dispatched()
+        self.flush()
+        if len(self.tasks) == 1:
+            await self._runner.dispatcher.follow(self.tasks[0])
+            return self._choices[0].finish()
         last: list[bytes] = []
-        await _all([self._follow(task, last) for task in self.tasks])
+        await _together([self._follow(task, last) for task in self.tasks])
         return b"".join(last)
 
     def flush(self) -> None:
@@ -236,16 +238,22 @@ class ActiveRequest:
         if self._account is not None:
             self._account.charge_tokens(tokens)
 
-    async def _dispatch(self) -> None:
-        await _all([self._runner.dispatcher.dispatch(task) for task in self.tasks])
+    def _dispatch(self) -> Coroutine[Any, Any, None]:
+        return _all([self._runner.dispatcher.dispatch(task) for task in self.tasks])
 
     async def _follow(self, task: SequenceTask, last: list[bytes]) -> None:
         await self._runner.dispatcher.follow(task)
         frame = self._choices[task.index].finish()
-        if len(self.tasks) > 1 and self._sink.writable:
+        if self._sink.writable:
             self._sink.write(frame)  # the other choices may take long
         else:
             last.append(frame)
+
+    async def _dispatched(self) -> None:
+        """Return when workers have accepted every sequence; forgets the task that offered them."""
+        if not self._is_dispatched:
+            await (self._dispatching or self._dispatch())
+            self._is_dispatched, self._dispatching = True, None
 
     async def __aenter__(self) -> "ActiveRequest":
         metrics.active.inc()
@@ -310,11 +318,12 @@ def _parser(prepared: PreparedRequest) -> OutputParser:
     return prepared.form.parser(eager=request.stream)
 
 
-async def _all(coroutines: list[Coroutine[None, None, None]]) -> None:
+def _all(coroutines: list[Coroutine[Any, Any, None]]) -> Coroutine[Any, Any, None]:
     """Run them together; on the first error cancel the others and raise it unwrapped."""
-    if len(coroutines) == 1:
-        await coroutines[0]
-        return
+    return coroutines[0] if len(coroutines) == 1 else _together(coroutines)
+
+
+async def _together(coroutines: list[Coroutine[Any, Any, None]]) -> None:
     try:
         async with asyncio.TaskGroup() as group:
             for coroutine in coroutines:

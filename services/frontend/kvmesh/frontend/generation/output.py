@@ -2,7 +2,7 @@
 
 from kvmesh.frontend.conversation import AnswerEvent, TextDelta, ThinkingDelta, ToolCallEnd
 from kvmesh.frontend.dialects.output import OutputParser
-from kvmesh.frontend.generation.stop_strings import StopMatcher
+from kvmesh.frontend.generation.stop_strings import NO_STOPS, StopMatcher
 from kvmesh.frontend.tokenizer.detokenizer import Detokenizer
 
 
@@ -26,7 +26,7 @@ class OutputPipeline:
         min_tokens: int = 0,
     ) -> None:
         self._detokenizer = detokenizer
-        self._stops = StopMatcher(stops)
+        self._stops = StopMatcher(stops) if stops else NO_STOPS
         self._parser = parser
         self._one_call = one_call
         self._called = False
@@ -88,7 +88,7 @@ class OutputPipeline:
     def _feed_exempt(self, ids: list[int]) -> list[AnswerEvent]:
         first, rest = ids[: self._exempt], ids[self._exempt :]
         left, self._exempt = self._exempt - len(first), 0
-        stops, self._stops = self._stops, StopMatcher([])
+        stops, self._stops = self._stops, NO_STOPS
         events = self.feed(first)
         self._exempt, self._stops = left, stops
         return events + self.feed(rest) if rest and not self.complete else events

@@ -54,6 +54,9 @@ class StopMatcher:
         return "" if self.matched is not None else held
 
 
+NO_STOPS = StopMatcher([])  # has no state
+
+
 @lru_cache(maxsize=512)
 def borders(stop: str) -> list[int]:
     """For each prefix, the length of its longest proper prefix that is also a suffix of it."""

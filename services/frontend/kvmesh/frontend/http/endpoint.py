@@ -74,7 +74,7 @@ class EndpointFactory:
         `read` returns a body that is not that of the HTTP request.
         """
 
-        async def handle(http: web.Request) -> web.StreamResponse:
+        async def received(http: web.Request) -> EndpointCall[T]:
             caller = caller_of(http)
             if scope is not None:
                 caller.require_scope(scope)
@@ -97,7 +97,10 @@ class EndpointFactory:
                 if light
                 else await parse_heavy(self._threads, caller.owner, body, parsed_body)
             )
-            return _response(await act(EndpointCall(http, caller, body, parsed, turn, light)))
+            return EndpointCall(http, caller, body, parsed, turn, light)
+
+        async def handle(http: web.Request) -> web.StreamResponse:
+            return _response(await act(await received(http)))
 
         return handle
 

@@ -113,7 +113,9 @@ class GenerateEndpoint:
             if call.parsed.preload:
                 return await self._preload(call, stream_of)
             stream = stream_of(call.http) if call.parsed.request.stream else None
-            return await self._answer(stream, api, call.parsed, call.caller)
+            parsed, caller = call.parsed, call.caller
+            del call  # with the body, which a long answer needs no more
+            return await self._answer(stream, api, parsed, caller)
 
         handle = self._endpoints.with_body(api.parse, act, api=api.name, read=read)
         handle = traced(handle, api.name)

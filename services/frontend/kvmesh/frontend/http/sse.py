@@ -110,6 +110,7 @@ class EventStream(AnswerStream):
         self._chunked = http.version >= HttpVersion11
 
     async def _begin(self) -> asyncio.Transport | None:
+        self._http.protocol.keep_alive(True)  # ends its timer; the next one follows the answer
         await self._response.prepare(self._http)
         return self._http.transport
 

@@ -36,6 +36,9 @@ from kvmesh.frontend.conversation import (
 from kvmesh.frontend.errors import ApiError
 
 _OPEN = {"logprobs": None, "finish_reason": None}
+_TAIL = b',"logprobs":null,"finish_reason":null}]}\n\n'
+_TEXT_TAIL = b"}" + _TAIL
+_CONTENT = b'{"content":'
 _decoder = msgspec.json.Decoder(ChatBody)
 
 
@@ -74,22 +77,27 @@ class ChatChoice:
 
     def __init__(self, index: int, common: bytes) -> None:
         self.index = index
-        self.head = b"data: " + common + b',"choices":[{"index":%d,"delta":' % index
-        self.text_head = self.head + b'{"content":'
+        self.text_head = b'data: %b,"choices":[{"index":%d,"delta":%b' % (common, index, _CONTENT)
         self.transcript = Transcript()
         self.logprobs: list[TokenLogprob] = []
         self.calls = 0
         self.custom = False
         self.finish = "stop"
         self.last: type[AnswerEvent] | None = None  # of the deltas
-        self._written: set[type[AnswerEvent]] = set()
+        self._written: tuple[type[AnswerEvent], ...] = ()
+
+    @property
+    def head(self) -> bytes:
+        """The beginning of a chunk with any delta."""
+        return self.text_head.removesuffix(_CONTENT)
 
     def joined(self, event: TextDelta | ThinkingDelta) -> str:
         """The event's text, after a gap if its field has one from before a call."""
         kind = type(event)
         gap = GAP if kind is not self.last and kind in self._written else ""
         self.last = kind
-        self._written.add(kind)
+        if kind not in self._written:
+            self._written += (kind,)
         return gap + event.text
 
 
@@ -100,12 +108,15 @@ class ChatAnswer:
         self._stream = request.stream
         self._extras = extras
         self._with_logprobs = request.sampling.logprobs is not None
-        self._common = {"id": request.id, "created": created, "model": request.model}
-        self._chunk_common = {"object": "chat.completion.chunk", **self._common, **extras.common}
+        self._chunk_common = {
+            "object": "chat.completion.chunk",
+            "id": request.id,
+            "created": created,
+            "model": request.model,
+            **extras.common,
+        }
         common = json_encode(self._chunk_common)[:-1]
         self._choices = [ChatChoice(index, common) for index in range(request.n)]
-        self._tail = b',"logprobs":null,"finish_reason":null}]}\n\n'
-        self._text_tail = b"}" + self._tail
 
     def begin(self, so_far: SoFar | None = None) -> bytes:
         self._extras.begin(so_far)
@@ -126,7 +137,7 @@ class ChatAnswer:
             return self._with_tokens(choice, events, logprobs)
         plain = not self._extras.pending
         if plain and len(events) == 1 and type(events[0]) is TextDelta is state.last:
-            return state.text_head + json_encode(events[0].text) + self._text_tail
+            return state.text_head + json_encode(events[0].text) + _TEXT_TAIL
         return b"".join([self._chunk(state, _delta(state, event)) for event in events])
 
     def _with_tokens(
@@ -171,7 +182,7 @@ class ChatAnswer:
         ]
         usage = openai.usage_object(summary.usage)
         extra = {"nvext": summary.nvext} if summary.nvext is not None else {}
-        head = {"object": "chat.completion", **self._common}
+        head = {**self._chunk_common, "object": "chat.completion"}
         return json_encode({**head, "choices": choices, "usage": usage, **extra})
 
     def _logprobs(self, choice: ChatChoice) -> dict[str, Any] | None:
@@ -185,7 +196,7 @@ class ChatAnswer:
         if self._extras.pending:
             entry = {"index": choice.index, "delta": delta, **_OPEN}
             return openai.event({**self._chunk_common, "choices": [entry], **self._extras.next()})
-        return choice.head + json_encode(delta) + self._tail
+        return choice.head + json_encode(delta) + _TAIL
 
 
 def _delta(choice: ChatChoice, event: AnswerEvent) -> dict[str, Any]:
