@@ -181,7 +181,7 @@ class ActiveRequest:
             await self._dispatching
             self.flush()
         last: list[bytes] = []
-        await _all([self._follow(task, last) for task in self.tasks])
+        await run_together([self._follow(task, last) for task in self.tasks])
         return b"".join(last)
 
     def flush(self) -> None:
@@ -236,7 +236,7 @@ class ActiveRequest:
             self._account.charge_tokens(tokens)
 
     async def _dispatch(self) -> None:
-        await _all([self._runner.dispatcher.dispatch(task) for task in self.tasks])
+        await run_together([self._runner.dispatcher.dispatch(task) for task in self.tasks])
 
     async def _follow(self, task: SequenceTask, last: list[bytes]) -> None:
         await self._runner.dispatcher.follow(task)
@@ -305,7 +305,7 @@ def _parser(prepared: PreparedRequest) -> OutputParser:
     return prepared.form.parser(eager=request.stream)
 
 
-async def _all(coroutines: list[Coroutine[None, None, None]]) -> None:
+async def run_together(coroutines: list[Coroutine[None, None, None]]) -> None:
     """Run them together; on the first error cancel the others and raise it unwrapped."""
     if len(coroutines) == 1:
         await coroutines[0]
