@@ -1,6 +1,7 @@
 """vLLM's pooling models behind the whole mesh, beside what transformers computes."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from engines.test_vllm_mesh import post
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.pooling_models import embedding, make_bert, make_decoder, score
+from support.vllm_server import VllmServer, vllm_server
 from support.wait import eventually
 
 pytestmark = [
@@ -99,3 +101,47 @@ async def test_tokens_beyond_the_vocabulary_are_refused(mesh: Mesh) -> None:
     with pytest.raises(OSError, match="400"):
         embed(mesh, DECODER, input=[1 << 20])
     assert embed(mesh, DECODER, input=[1])
+
+
+@pytest.fixture(scope="module")
+def servers(
+    folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, VllmServer]]:
+    with ExitStack() as started:
+        yield {
+            name: started.enter_context(vllm_server(folders[name], tmp_path_factory.mktemp(name)))
+            for name in (RANKER, DECODER)
+        }
+
+
+async def test_servers_beside_a_worker_give_the_same(
+    mesh: Mesh, folders: dict[str, Path], servers: dict[str, VllmServer]
+) -> None:
+    for name, server in servers.items():
+        await server.ready()
+        variables = {
+            "KVMESH_WORKER_ENGINE": "openai",
+            "KVMESH_WORKER_MODEL": str(folders[name]),
+            "KVMESH_WORKER_SERVED_NAME": f"served-{name}",
+            "KVMESH_REMOTE_URL": server.url,
+        }
+        mesh.start("worker", f"served-{name}", **variables)
+    await eventually(lambda: mesh.live_workers() == 5, timeout=START_S, what="all are served")
+    texts = [text for text in DOCUMENTS if text] * 6
+    for wanted, found in zip(
+        embed(mesh, DECODER, input=texts),
+        embed(mesh, f"served-{DECODER}", input=texts),
+        strict=True,
+    ):
+        assert found == pytest.approx(wanted, abs=1e-5)
+    assert len(embed(mesh, f"served-{DECODER}", input="paris", dimensions=16)[0]) == 16
+    body = {"query": QUERY, "documents": DOCUMENTS}
+    own, served = (
+        post(mesh, "/v1/rerank", {"model": model, **body})["results"]
+        for model in (RANKER, f"served-{RANKER}")
+    )
+    assert [row["index"] for row in served] == [row["index"] for row in own]
+    wanted = [row["relevance_score"] for row in own]
+    assert [row["relevance_score"] for row in served] == pytest.approx(wanted, abs=1e-5)
+    with pytest.raises(OSError, match="400"):
+        embed(mesh, f"served-{DECODER}", input=[1 << 20])
