@@ -4,6 +4,7 @@ import asyncio
 import base64
 from array import array
 from collections.abc import AsyncIterator, Iterator
+from hashlib import sha256
 from typing import Any
 
 import aiohttp
@@ -19,13 +20,20 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 EMBEDDER, RANKER, CHAT = "embedder", "ranker", "kvmesh-demo"
 DOCUMENTS = ["a list of cities", "the capital of France is Paris", "how to cook rice"]
 QUERY = "the capital of France"
+# Keys by their secrets: the tenant, and limits.
+KEYS = {"x": 'tenant = "team-a"', "few": "tokens_per_minute = 60\nconcurrency = 1"}
 CHAT_BODY = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 
 
 @pytest.fixture(scope="module")
 def mesh(nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    env = {"KVMESH_WORKER_CONTEXT": "2048"}
-    mesh = Mesh(nats_server.url, tmp_path_factory.mktemp("mesh"), env)
+    folder = tmp_path_factory.mktemp("mesh")
+    keys = folder / "keys.toml"
+    digests = {key: sha256(key.encode()).hexdigest() for key in KEYS}
+    tables = (f'[[key]]\nname = "{k}"\nsha256 = "{digests[k]}"\n{v}' for k, v in KEYS.items())
+    keys.write_text("\n".join(tables))
+    env = {"KVMESH_WORKER_CONTEXT": "2048", "KVMESH_FRONTEND_KEYS_FILE": str(keys)}
+    mesh = Mesh(nats_server.url, folder, env)
     mesh.start("indexer", "indexer-0")
     mesh.start("router", "router-0")
     for name, task in ((EMBEDDER, "embed"), (RANKER, "score")):
@@ -50,9 +58,9 @@ async def client(mesh: Mesh) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-async def post(mesh: Mesh, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+async def post(mesh: Mesh, path: str, key: str = "x", **body: Any) -> tuple[int, dict[str, Any]]:
     async with (
-        aiohttp.ClientSession() as session,
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session,
         session.post(mesh.url + path, json=body) as response,
     ):
         return response.status, await response.json()
@@ -137,6 +145,18 @@ async def test_a_long_document_is_cut(mesh: Mesh, client: AsyncOpenAI) -> None:
     status, ranked = await post(mesh, "/v1/rerank", **body, max_tokens_per_doc=10)
     assert status == 200
     assert ranked["usage"]["prompt_tokens"] < 20
+
+
+async def test_inputs_count_against_the_key_and_its_tenant(mesh: Mesh, client: AsyncOpenAI) -> None:
+    tokens = 'kvmesh_frontend_tenant_prompt_tokens_total{model="embedder",tenant="team-a"}'
+    before = mesh.metrics().get(tokens, 0.0)
+    found = await client.embeddings.create(model=EMBEDDER, input=["some words"] * 40)
+    assert mesh.metrics()[tokens] - before == found.usage.prompt_tokens
+    many = {"key": "few", "model": EMBEDDER, "input": ["some words"] * 40}
+    status, _ = await post(mesh, "/v1/embeddings", **many)
+    assert status == 200  # one of its sequences, and more tokens than it has
+    status, refused = await post(mesh, "/v1/embeddings", **many)
+    assert (status, refused["error"]["code"]) == (429, "rate_limit_exceeded")
 
 
 async def test_models_say_what_they_are_for(mesh: Mesh, client: AsyncOpenAI) -> None:
