@@ -55,7 +55,12 @@ def _encode(
     call: PoolingCall, model: ServedModel, encoder: PromptEncoder
 ) -> Steps[list[EncodedInput]]:
     tokenizer, found, size = model.dialect.tokenizer, [], 0
-    pairs = [(query, _cut(text, call.document_tokens, tokenizer)) for query, text in call.pairs]
+    pairs: list[tuple[str, str]] = []
+    for query, text in call.pairs:
+        if call.document_tokens is not None and (size := size + len(text)) > STEP:
+            size = 0
+            yield
+        pairs.append((query, _cut(text, call.document_tokens, tokenizer)))
     call.pairs = pairs
     if model.card.task == EMBED:
         for text in call.inputs or list(texts_of(pairs)):

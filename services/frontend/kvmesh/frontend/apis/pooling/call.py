@@ -36,6 +36,11 @@ def pooling_request(request_id: str, model: str, headers: Headers) -> GenerateRe
     return request
 
 
+def usage_of(tokens: int) -> dict[str, int]:
+    """The usage of a request whose inputs have so many tokens."""
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
 def listed(head: dict[str, object], field: str, rows: Iterator[bytes]) -> Iterator[bytes]:
     """The parts of an object with a list of encoded rows in its last `field`."""
     yield json_encode(head)[:-1] + b',"%b":[' % field.encode()

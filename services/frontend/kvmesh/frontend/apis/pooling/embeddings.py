@@ -17,7 +17,13 @@ from kvmesh.frontend.apis.base import (
 )
 from kvmesh.frontend.apis.completions import text_or_tokens
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
-from kvmesh.frontend.apis.pooling.call import MAX_INPUTS, PoolingCall, listed, pooling_request
+from kvmesh.frontend.apis.pooling.call import (
+    MAX_INPUTS,
+    PoolingCall,
+    listed,
+    pooling_request,
+    usage_of,
+)
 from kvmesh.frontend.apis.sampling import check_special_tokens
 from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.errors import InvalidRequest
@@ -57,11 +63,7 @@ class Embeddings:
         request = pooling_request(self.id_prefix + stamp.token, parsed.model, headers)
 
         def render(vectors: Sequence[bytes], tokens: int) -> Iterator[bytes]:
-            head = {
-                "object": "list",
-                "model": parsed.model,
-                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-            }
+            head = {"object": "list", "model": parsed.model, "usage": usage_of(tokens)}
             return listed(head, "data", _rows(vectors, parsed.encoding_format == "base64"))
 
         return PoolingCall(request, render, inputs=inputs, dimensions=parsed.dimensions)

@@ -18,7 +18,13 @@ from kvmesh.frontend.apis.base import (
 )
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.openai import status_of
-from kvmesh.frontend.apis.pooling.call import MAX_INPUTS, PoolingCall, listed, pooling_request
+from kvmesh.frontend.apis.pooling.call import (
+    MAX_INPUTS,
+    PoolingCall,
+    listed,
+    pooling_request,
+    usage_of,
+)
 from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 
@@ -72,7 +78,8 @@ class Rerank:
     ) -> PoolingCall:
         parsed = decode(_rerank, body)
         texts = [d if isinstance(d, str) else d.text for d in parsed.documents]
-        _check(parsed, [(parsed.query, text) for text in texts], "query", "documents")
+        pairs = [(parsed.query, text) for text in texts]
+        _check(parsed, pairs, "query", "documents")
         check_range(parsed.top_n, 0, MAX_TOKENS, "top_n")
         request = pooling_request(self.id_prefix + stamp.token, parsed.model, headers)
         shown = parsed.return_documents is not False
@@ -84,12 +91,11 @@ class Rerank:
                 "id": request.id,
                 "object": "list",
                 "model": parsed.model,
-                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+                "usage": usage_of(tokens),
             }
             best = order[: parsed.top_n or None]
             return listed(head, "results", (_result(i, scores[i], texts, shown) for i in best))
 
-        pairs = [(parsed.query, text) for text in texts]
         return PoolingCall(
             request, render, pairs=pairs, document_tokens=parsed.max_tokens_per_doc or None
         )
@@ -136,7 +142,7 @@ class Score:
                 "object": "list",
                 "created": stamp.created,
                 "model": parsed.model,
-                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+                "usage": usage_of(tokens),
             }
             rows = (
                 json_encode({"index": index, "object": "score", "score": _value(vector)})
