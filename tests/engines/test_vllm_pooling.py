@@ -135,7 +135,8 @@ async def test_servers_beside_a_worker_give_the_same(
     ):
         assert found == pytest.approx(wanted, abs=1e-5)
     assert len(embed(mesh, f"served-{DECODER}", input="paris", dimensions=16)[0]) == 16
-    body = {"query": QUERY, "documents": DOCUMENTS}
+    # transformers leaves the separator out behind an empty document, and so does the server
+    body = {"query": QUERY, "documents": [text for text in DOCUMENTS if text]}
     own, served = (
         post(mesh, "/v1/rerank", {"model": model, **body})["results"]
         for model in (RANKER, f"served-{RANKER}")

@@ -152,7 +152,7 @@ async def test_inputs_count_against_the_key_and_its_tenant(mesh: Mesh, client: A
     before = mesh.metrics().get(tokens, 0.0)
     found = await client.embeddings.create(model=EMBEDDER, input=["some words"] * 40)
     assert mesh.metrics()[tokens] - before == found.usage.prompt_tokens
-    many = {"key": "few", "model": EMBEDDER, "input": ["some words"] * 40}
+    many: dict[str, Any] = {"key": "few", "model": EMBEDDER, "input": ["some words"] * 40}
     status, _ = await post(mesh, "/v1/embeddings", **many)
     assert status == 200  # one of its sequences, and more tokens than it has
     status, refused = await post(mesh, "/v1/embeddings", **many)

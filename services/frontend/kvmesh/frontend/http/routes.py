@@ -90,7 +90,10 @@ def application(
         dependencies.admission,
         dependencies.promptness,
         UNRESTRICTED,
-        {api.name: api.id_prefix for api in (*GENERATING.values(), *POOLING.values())},
+        {
+            **{api.name: api.id_prefix for api in GENERATING.values()},
+            **{api.name: api.id_prefix for api in POOLING.values()},
+        },
         access_log,
         cross_origin,
     )
