@@ -13,7 +13,7 @@ LAYERS = [
     {"service"},
     {"no_bus"},
     {"http", "prefork"},
-    {"sessions"},
+    {"sessions", "pooling"},
     {"generation"},
     {"dispatch"},
     {"wake"},

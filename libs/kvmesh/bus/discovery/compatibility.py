@@ -27,6 +27,7 @@ FACTS: Mapping[str, str] = {
     "kv_layout": "KV layout",
     "context": "context",
     "weights": "digest of the weights",
+    "task": "task",
 }
 SHOWN = 3
 WITNESSES = frozenset((Role.ROUTER, Role.FRONTEND))

@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 
 MAX_NUMBER = 1 << 40  # beyond any engine: a card that states more is malformed
 MAX_RANKS = 1024  # of one worker: routers and indexers hold state of each
+GENERATE, EMBED, SCORE = "generate", "embed", "score"  # tasks of models
 
 
 class Role(StrEnum):
@@ -36,7 +37,8 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     must agree on the fields from `hash_version` on, empty if unknown
     (`kvmesh.bus.discovery.compatibility`): the version of the block hashes, digests of the
     tokenizer, the chat template and config.json, the revision of the weights, a summary of the
-    engine's KV layout, and the digest of the manifest of the weights (`kvmesh.weights`).
+    engine's KV layout, and the digest of the manifest of the weights (`kvmesh.weights`). They agree
+    on the `task`, too: "generate", or as in `Pooling`.
     """
 
     name: str
@@ -56,6 +58,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     revision: str = ""
     kv_layout: str = ""
     weights: str = ""
+    task: str = GENERATE
 
 
 class Capacity(Struct, frozen=True, kw_only=True):

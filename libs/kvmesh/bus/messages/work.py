@@ -64,6 +64,22 @@ class Retain(Struct, frozen=True, array_like=True):
     explicit: bool = False
 
 
+class Pooling(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Vectors or scores to compute of the inputs in the prompt of a `Work`, in place of new tokens.
+
+    `task` is "embed", a vector of each input, or "score", how well each fits: a query, then a
+    document. `lengths` are the tokens of each input, in order. `dimensions` is the wanted length of
+    the vectors, None for the model's. `seconds` are the places in scored inputs at which the
+    document begins, 0 without one, and `pairs` their texts, for engines that take no tokens there.
+    """
+
+    task: str
+    lengths: list[int]
+    dimensions: int | None = None
+    seconds: list[int] = []
+    pairs: list[tuple[str, str]] = []
+
+
 class Work(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence for an engine. `tokens` is the packed uint32 prompt.
 
@@ -79,6 +95,7 @@ class Work(Struct, frozen=True, kw_only=True, omit_defaults=True):
     `ephemeral` work are not written to lower tiers. `conversation` is as in `Hints`.
     `traceparent` is that of a traced request (W3C). Chunks name the request by `ref`, if set: a
     short name within the frontend. Neither name follows from those of the request's other attempts.
+    With `pooling`, nothing is generated: the one chunk is the last one, with `vectors`.
     """
 
     request: str
@@ -104,6 +121,7 @@ class Work(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ephemeral: bool = False
     conversation: int = 0
     ref: str = ""
+    pooling: Pooling | None = None
 
 
 class WorkReply(Struct, frozen=True, kw_only=True):
@@ -142,7 +160,8 @@ class Chunk(Tokens, array_like=True):
     the request after the worker had accepted it; any worker would refuse it. `device_s`, in the
     first, the last and a few other chunks, is the attempt's share so far of the device time of its
     rank, in device seconds (`kvmesh.worker.requests.device_time`). `waited_s`, in the first chunk
-    if the engine reports it, is the time in the engine's queue.
+    if the engine reports it, is the time in the engine's queue. `vectors` are those of the inputs
+    of a `Work.pooling`, in order, packed as little-endian float32; a score is one of length 1.
     """
 
     finish: str | None = None
@@ -155,6 +174,7 @@ class Chunk(Tokens, array_like=True):
     invalid: bool = False
     device_s: float | None = None
     waited_s: float | None = None
+    vectors: list[bytes] | None = None
 
 
 class StepOutput(Struct, array_like=True):

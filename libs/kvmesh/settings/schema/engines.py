@@ -14,6 +14,10 @@ class MockSettings(Section, frozen=True, kw_only=True):
         "transfer_bytes_per_s crash_step hang_step poison poison_effect slow_step slow_factor "
         "slow_prefill slow_decode noise noise_s calm_s heat heat_s lose_every"
     )
+    task: Annotated[
+        Literal["generate", "embed", "score"],
+        Meta(description="generate text, embed texts, or score documents for a query"),
+    ] = "generate"
     blocks: Annotated[Count, Meta(description="KV blocks of each rank of the mock engine")] = 16384
     max_sequences: Annotated[Count, Meta(description="sequences per step")] = 256
     max_batched_tokens: Annotated[Count, Meta(description="tokens per step")] = 8192

@@ -134,6 +134,23 @@ class ModelNotFound(ApiError):
         self.model = model
 
 
+# What models of a task do, and where.
+TASKS = {
+    "generate": ("generates text", "/v1/chat/completions"),
+    "embed": ("embeds texts", "/v1/embeddings"),
+    "score": ("scores documents", "/v1/rerank"),
+}
+
+
+class WrongTask(InvalidRequest):
+    """The model is for another `task` than the endpoint, which is for models that do `wanted`."""
+
+    def __init__(self, model: str, task: str, wanted: str) -> None:
+        does, path = TASKS.get(task, (f"has the task {task}", "no endpoint here"))
+        reason = f"The model `{model}` {does} ({path}); this needs one that {TASKS[wanted][0]}."
+        super().__init__(reason, "model", "model_not_supported")
+
+
 class ContextExceeded(ApiError):
     """The prompt (`max_tokens` is None), or prompt plus output, exceeds the context length.
 

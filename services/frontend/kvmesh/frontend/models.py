@@ -40,7 +40,7 @@ from kvmesh.frontend.dialects.own_grammar import own_grammar
 from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
 from kvmesh.frontend.dialects.templates.control_tokens import LONGEST, ControlTokens
 from kvmesh.frontend.dialects.templates.model_files import architectures
-from kvmesh.frontend.errors import ModelNotFound, Unavailable
+from kvmesh.frontend.errors import ModelNotFound, Unavailable, WrongTask
 from kvmesh.frontend.metrics import FrontendModelMetrics, live_workers
 from kvmesh.frontend.tokenizer.detokenizer import DetokenizerFactory, TokenTexts
 from kvmesh.frontend.tokenizer.encoder import TextEncoder
@@ -165,6 +165,11 @@ class ServedModel:
             self.known_adapters[identity] = None
         while len(self.known_adapters) > max(ADAPTERS, len(adapters)):
             del self.known_adapters[next(iter(self.known_adapters))]
+
+    def check_task(self, *tasks: str) -> None:
+        """Raise WrongTask unless the model's task is one of these."""
+        if self.card.task not in tasks:
+            raise WrongTask(self.card.name, self.card.task, tasks[0])
 
     @property
     def created_at(self) -> str:

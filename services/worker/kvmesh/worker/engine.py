@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from kvmesh.blocks.attachment import ArenaUser
 from kvmesh.blocks.kvbm_client import KvbmClient
-from kvmesh.bus.messages import Capacity, Clear, KvEvent, KvLayout, Load, Work
+from kvmesh.bus.messages import GENERATE, Capacity, Clear, KvEvent, KvLayout, Load, Work
 from kvmesh.settings.schema import Settings
 from kvmesh.weights.answer import WeightsAccess
 from kvmesh.worker.clearing import ClearOutcome
@@ -63,6 +63,8 @@ class OutputDelta(Struct):
     The first tokens come with the times, on the monotonic clock, at which the engine took the
     request from its queue (`admitted_at`) and at which its KV from elsewhere was there
     (`loaded_at`), if the engine reports them.
+
+    `vectors` come with the end of a `Work.pooling`, as in `Chunk`.
     """
 
     request: str
@@ -77,6 +79,7 @@ class OutputDelta(Struct):
     invalid: bool = False
     admitted_at: float | None = None
     loaded_at: float | None = None
+    vectors: list[bytes] | None = None
 
 
 class Sink(Protocol):
@@ -113,7 +116,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     `tiered`: it loads blocks from the kvbm of its node. `kv_layout` describes the KV layout as
     text, empty if unknown. `warnings` are abilities that it lacks although the settings ask for
     them: one line of text for each kind of warning. `devices` is the number of devices of one rank.
-    `expects_returns`: it orders eviction by forecasts of returns.
+    `expects_returns`: it orders eviction by forecasts of returns. `task` is as in `ModelCard`: an
+    engine gets no work of another one.
     """
 
     name: str
@@ -133,6 +137,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     warnings: dict[str, str] = {}
     devices: int = 1
     expects_returns: bool = False
+    task: str = GENERATE
 
 
 class Engine(Protocol):

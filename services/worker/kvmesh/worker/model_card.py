@@ -45,6 +45,7 @@ def model_card(worker: WorkerSettings, folder: Path, info: EngineInfo, files: st
         config=_digest(folder, "config.json", "generation_config.json"),
         revision=weights_revision(worker, folder),
         kv_layout=info.kv_layout,
+        task=info.task,
     )
 
 

@@ -16,6 +16,7 @@ from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.discovery.ping import answer_pings
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import (
+    GENERATE,
     Chunk,
     Cleared,
     CompiledOffer,
@@ -527,8 +528,15 @@ class WorkerNode:
         return digest_reply(blocks, next_event, request.listed, self._bus.max_payload)
 
     def _send_chunks(self, frontend: str, chunks: Sequence[Tokens]) -> None:
-        output = StepOutput(self.instance, cast("list[Chunk]", chunks))
-        self._bus.post(self._bus.subjects.out(frontend), output)
+        # vectors are too large to share a message
+        parts = [[chunk] for chunk in chunks] if self._pools else [chunks]
+        for part in parts:
+            output = StepOutput(self.instance, cast("list[Chunk]", part))
+            self._bus.post(self._bus.subjects.out(frontend), output)
+
+    @property
+    def _pools(self) -> bool:
+        return self.info is not None and self.info.task != GENERATE
 
     # health
 

@@ -6,8 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import (
+    EMBED,
+    SCORE,
     Capacity,
     Guided,
+    Pooling,
     Sampling,
     Work,
 )
@@ -60,3 +63,25 @@ def test_good_work_passes() -> None:
 )
 def test_bad_work_is_named(item: Work, reason: str) -> None:
     assert reason in rejection_reason(item, INFO)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "reason"),
+    [
+        (Pooling(task=EMBED, lengths=[100, 60]), ""),
+        (Pooling(task=EMBED, lengths=[101, 59]), "an input has 101 tokens; at most 100 fit"),
+        (Pooling(task=EMBED, lengths=[100]), "the lengths of the inputs"),
+        (Pooling(task=EMBED, lengths=[161, -1]), "the lengths of the inputs"),
+        (Pooling(task=EMBED, lengths=[]), "the lengths of the inputs"),
+        (Pooling(task=EMBED, lengths=[100, 60], seconds=[3]), "the places of the documents"),
+        (Pooling(task=EMBED, lengths=[100, 60], seconds=[3, 60]), "the places of the documents"),
+        (Pooling(task=SCORE, lengths=[100, 60]), "does not score: its task is embed"),
+        (None, "does not generate: its task is embed"),
+    ],
+)
+def test_inputs_to_embed_are_checked(pooling: Pooling | None, reason: str) -> None:
+    info = replace(INFO, task=EMBED)
+    found = rejection_reason(work(160, pooling=pooling), info)
+    assert reason in found
+    assert bool(reason) == bool(found)
+    assert rejection_reason(work(9, pooling=Pooling(task=EMBED, lengths=[9])), INFO)

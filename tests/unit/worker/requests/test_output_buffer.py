@@ -11,7 +11,7 @@ from kvmesh.bus.messages import (
     Work,
 )
 from kvmesh.worker.engine import OutputDelta
-from kvmesh.worker.requests.output_buffer import TAIL_TOKENS, OutputBuffer
+from kvmesh.worker.requests.output_buffer import TAIL_TOKENS, VECTORS_BYTES, OutputBuffer
 
 
 def work(count: int = 10, **fields: object) -> Work:
@@ -99,3 +99,21 @@ def test_output_of_ended_requests_is_retained_for_a_while() -> None:
     assert "a" in kept
     kept.add([], 105.1)
     assert "a" not in kept
+
+
+def test_vectors_are_sent_again_until_they_fill_the_memory() -> None:
+    kept = OutputBuffer()
+    vectors = [bytes(VECTORS_BYTES // 4)]
+    for name in "abcde":
+        kept.start(work(request=name))
+        sent = kept.add([OutputDelta(name, [], "stop", vectors=vectors)], 0.0)
+        assert sent == {"f": [Chunk(name, 0, [], "stop", vectors=vectors)]}
+    assert kept.output_from("a", 0) is None
+    found = kept.output_from("b", 0)
+    assert found is not None
+    assert found[1].vectors == vectors
+    kept.drop_frontend("f")
+    kept.start(work(request="f"))
+    kept.add([OutputDelta("f", [], "stop", vectors=vectors)], 0.0)
+    assert kept.output_from("f", 0) is not None
+    assert kept.live_count == 0

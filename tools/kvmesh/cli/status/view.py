@@ -11,6 +11,7 @@ from rich.text import Text
 from kvmesh.bus.connection.jetstream import StreamInfo
 from kvmesh.bus.discovery.leases import REFUSED_STATE, STATE
 from kvmesh.bus.messages import (
+    GENERATE,
     Instance,
     Load,
     NodeStore,
@@ -178,6 +179,8 @@ def _idle_models(models: list[IdleModelReport]) -> FittedTable:
 
 def _role(card: Instance) -> str:
     role = Role.WORKER if card.role is Role.PARKED else card.role
+    if card.model is not None and card.model.task != GENERATE:
+        return f"{card.model.task} {role}"
     return role if card.serves == "aggregated" else f"{card.serves} {role}"
 
 

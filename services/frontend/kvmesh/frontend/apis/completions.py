@@ -87,7 +87,7 @@ class Completions:
 
 def to_request(body: CompletionBody, request_id: str) -> GenerateRequest:
     """The internal request; raises InvalidRequest with the invalid field."""
-    prompts = _prompts(body.prompt)
+    prompts = text_or_tokens(body.prompt, "prompt")
     check_range(body.n, 1, MAX_CHOICES, "n")
     check_range(body.logprobs, 0, MAX_LOGPROBS, "logprobs")
     if len(prompts) * (body.n or 1) > MAX_CHOICES:
@@ -114,14 +114,15 @@ def to_request(body: CompletionBody, request_id: str) -> GenerateRequest:
     )
 
 
-def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+def text_or_tokens(prompt: str | list[Any], field: str) -> list[str | list[int]]:
+    """The texts and token ids in a `field` of one or several; raises InvalidRequest."""
     if isinstance(prompt, str) or (prompt and all(isinstance(token, int) for token in prompt)):
         prompt = [prompt]
     if not prompt or not all(prompt) or any(isinstance(part, int) for part in prompt):
         raise InvalidRequest(
-            "`prompt` must be a non-empty string, list of strings, list of token ids, or list of"
+            f"`{field}` must be a non-empty string, list of strings, list of token ids, or list of"
             " lists of token ids.",
-            "prompt",
+            field,
         )
     return prompt
 

@@ -316,6 +316,7 @@ class Dispatcher:
             traceparent=span.traceparent,
             ephemeral=request.hints.ephemeral,
             ref=task.stream.ref,
+            pooling=task.prompt.pooling,
         )
 
     def _is_batch(self, task: SequenceTask) -> bool:
@@ -432,6 +433,8 @@ def _raise_refusal(refused: Refused, task: SequenceTask, may_retry: bool) -> Non
 
 
 def _extended(prompt: PromptTokens, generated: list[int], block_size: int) -> PromptTokens:
+    if not generated:
+        return prompt
     tokens = prompt.tokens + array("I", generated).tobytes()
     _, sequence_hashes = block_hashes(tokens, block_size, prompt.salt)
     count = prompt.count + len(generated)

@@ -70,7 +70,7 @@ class TokenStream:
     of the current attempt, as far as its worker has reported it, `earlier_device_s` that of others.
     `engine_wait_s` is the time in the queue of the engine that computed the prompt, if known.
     `span` is that of the current attempt. `redirected`: the next attempt goes on after other tokens
-    than the engine has generated.
+    than the engine has generated. `vectors` are what pooled inputs have in place of tokens.
     """
 
     __slots__ = (
@@ -102,6 +102,7 @@ class TokenStream:
         "span",
         "started",
         "tokens",
+        "vectors",
         "work",
     )
 
@@ -119,6 +120,7 @@ class TokenStream:
         self.inherited = 0
         self.instance = ""
         self.tokens: list[int] = list(tokens)
+        self.vectors: list[bytes] = []
         self.logprobs: list[dict[int, float]] = []
         self.cached: list[int] | None = None
         self.prefill_cached: list[int] | None = None
@@ -233,6 +235,8 @@ class TokenStream:
         elif chunk.finish == "error":
             self.error = ApiError("internal", chunk.error or "the engine failed")
         self.finish = chunk.finish
+        if chunk.vectors is not None:
+            self.vectors, self.first_token_at = chunk.vectors, self.received_at
         self.handoff = chunk.handoff
         self.decode_outcome = chunk.decode
         self.ended.set()

@@ -184,7 +184,7 @@ class ActiveRequest:
             await self._runner.dispatcher.follow(self.tasks[0])
             return self._choices[0].finish()
         last: list[bytes] = []
-        await _together([self._follow(task, last) for task in self.tasks])
+        await run_together([self._follow(task, last) for task in self.tasks])
         return b"".join(last)
 
     def flush(self) -> None:
@@ -239,7 +239,7 @@ class ActiveRequest:
             self._account.charge_tokens(tokens)
 
     def _dispatch(self) -> Coroutine[Any, Any, None]:
-        return _all([self._runner.dispatcher.dispatch(task) for task in self.tasks])
+        return run_together([self._runner.dispatcher.dispatch(task) for task in self.tasks])
 
     async def _follow(self, task: SequenceTask, last: list[bytes]) -> None:
         await self._runner.dispatcher.follow(task)
@@ -318,7 +318,7 @@ def _parser(prepared: PreparedRequest) -> OutputParser:
     return prepared.form.parser(eager=request.stream)
 
 
-def _all(coroutines: list[Coroutine[Any, Any, None]]) -> Coroutine[Any, Any, None]:
+def run_together(coroutines: list[Coroutine[Any, Any, None]]) -> Coroutine[Any, Any, None]:
     """Run them together; on the first error cancel the others and raise it unwrapped."""
     return coroutines[0] if len(coroutines) == 1 else _together(coroutines)
 

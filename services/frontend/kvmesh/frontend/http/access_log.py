@@ -14,6 +14,7 @@ from msgspec import Struct
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.generation.active_request import ActiveRequest
 from kvmesh.frontend.namespaces import own_name
+from kvmesh.frontend.pooling.run import PoolingRun
 from kvmesh.runtime.line_writer import LineWriter
 
 Format = Literal["off", "text", "json"]
@@ -58,7 +59,7 @@ class AccessEntry(Struct, kw_only=True, omit_defaults=True):
         self.key = request.key_name
         self.session = own_name(request.hints.session or "")
 
-    def add_answer(self, active: ActiveRequest) -> None:
+    def add_answer(self, active: ActiveRequest | PoolingRun) -> None:
         """Add tokens, times and worker of a request that ran."""
         task, usage = active.tasks[0], active.usage()
         stream = task.stream

@@ -19,6 +19,7 @@ from kvmesh.frontend.http.access_log import CLIENT_CLOSED, MAX_SHOWN, AccessEntr
 from kvmesh.frontend.http.bodies import error_response, internal_error
 from kvmesh.frontend.http.error_shape import shape_for
 from kvmesh.frontend.http.intake.cors import CrossOrigin
+from kvmesh.frontend.pooling.run import PoolingRun
 from kvmesh.frontend.tenant_figures import TenantUse
 from kvmesh.tracing.span import NO_SPAN, TraceSpan
 from kvmesh.tracing.tracer import logged_as
@@ -40,7 +41,7 @@ class Caller:
         self._authenticator = authenticator
         self._headers = http.headers
         self.request: GenerateRequest | None = None
-        self.active: ActiveRequest | None = None
+        self.active: ActiveRequest | PoolingRun | None = None
         self.account: Account | None = authenticator.account(http.headers)
         self.tenant = authenticator.tenant(http.headers, self.account)
         self.started = now

@@ -104,4 +104,5 @@ def _entry(model: ServedModel, adapter: str | None) -> dict[str, object]:
         "context_length": model.card.context,
         "context_window": model.card.context,
         "max_model_len": model.card.context,
+        "task": model.card.task,
     }

@@ -23,6 +23,8 @@ from kvmesh.frontend.apis.messages.blocks import ContentBlock
 from kvmesh.frontend.apis.messages.body import MessagesBody
 from kvmesh.frontend.apis.messages.client_tools import MessagesToolBody
 from kvmesh.frontend.apis.messages.context_management import EDIT_TYPES
+from kvmesh.frontend.apis.pooling.embeddings import EmbeddingsBody
+from kvmesh.frontend.apis.pooling.rerank import RerankBody, ScoreBody
 from kvmesh.frontend.apis.responses.body import ResponsesBody
 from kvmesh.frontend.apis.responses.conversations import (
     ConversationBody,
@@ -98,6 +100,10 @@ ENDPOINTS = [
     EndpointDescription(
         "post", "/v1/messages/count_tokens", "Count a prompt's tokens", MessagesBody
     ),
+    EndpointDescription("post", "/v1/embeddings", "Vectors of texts (OpenAI)", EmbeddingsBody),
+    EndpointDescription("post", "/v1/rerank", "Rank documents for a query (Jina)", RerankBody),
+    EndpointDescription("post", "/v2/rerank", "Rank documents for a query (Cohere)", RerankBody),
+    EndpointDescription("post", "/v1/score", "Score pairs of texts (vLLM)", ScoreBody),
     EndpointDescription("post", "/v1/tokenize", "Tokenize a text or a conversation", TokenizeBody),
     EndpointDescription("post", "/v1/detokenize", "Text of token ids", DetokenizeBody),
     EndpointDescription(

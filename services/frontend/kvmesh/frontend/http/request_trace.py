@@ -16,16 +16,23 @@ from kvmesh.frontend.generation.accounts import account_of
 from kvmesh.frontend.generation.active_request import ActiveRequest
 from kvmesh.frontend.http.access_log import CLIENT_CLOSED
 from kvmesh.frontend.http.middleware import SPAN, Handler, caller_of
+from kvmesh.frontend.pooling.run import PoolingRun
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest
 from kvmesh.tracing import names, tracer
 from kvmesh.tracing.span import NO_SPAN, TraceSpan
 
 SERVER_ERROR = 500
+# Names of the operations of APIs, as OpenTelemetry has them; others chat.
+OPERATIONS = {
+    "completions": "text_completion",
+    "embeddings": "embeddings",
+    **dict.fromkeys(("rerank", "rerank-v2", "score"), "rerank"),
+}
 
 
 def traced(handler: Handler, api: str) -> Handler:
     """The handler of an API in a span that continues the client's trace, if it sent one."""
-    operation = "text_completion" if api == "completions" else "chat"
+    operation = OPERATIONS.get(api, "chat")
 
     async def handle(http: web.Request) -> web.StreamResponse:
         headers, started = http.headers, caller_of(http).started
@@ -93,7 +100,7 @@ def describe(prepared: PreparedRequest) -> None:
         span.set(names.TENANT, request.cache_salt)
 
 
-def summarize(active: ActiveRequest, started: float) -> None:
+def summarize(active: ActiveRequest | PoolingRun, started: float) -> None:
     """Set the attributes of a request that has ended."""
     span = active.prepared.request.span
     if not span:

@@ -22,6 +22,7 @@ from kvmesh.frontend.http.intake.unrouted import unrouted
 from kvmesh.frontend.http.middleware import RequestMiddleware
 from kvmesh.frontend.http.models_health import FrontendReadiness, InformationEndpoints
 from kvmesh.frontend.http.openapi import Description
+from kvmesh.frontend.http.pooling.endpoints import POOLING, PoolingEndpoints
 from kvmesh.frontend.http.responses.conversation_endpoints import ConversationEndpoints
 from kvmesh.frontend.http.responses.endpoints import StoredResponseEndpoints
 from kvmesh.frontend.http.responses.websocket import SocketEndpoint, Sockets
@@ -68,6 +69,9 @@ def application(
     tokenize = TokenizeEndpoints(
         endpoints, dependencies.registry, dependencies.preprocessor, dependencies.responses
     )
+    pooling = PoolingEndpoints(
+        endpoints, dependencies.registry, dependencies.preprocessor, dependencies.runner
+    )
     threads = dependencies.preprocessor.threads
     stored = StoredResponseEndpoints(
         endpoints,
@@ -89,7 +93,10 @@ def application(
         dependencies.admission,
         dependencies.promptness,
         UNRESTRICTED,
-        {api.name: api.id_prefix for api in GENERATING.values()},
+        {
+            **{api.name: api.id_prefix for api in GENERATING.values()},
+            **{api.name: api.id_prefix for api in POOLING.values()},
+        },
         access_log,
         cross_origin,
     )
@@ -112,6 +119,7 @@ def application(
             *(web.post(p, generate.handler(api), name=api.name) for p, api in GENERATING.items()),
             *([opening] if settings.websocket_bytes else []),
             *(web.post(p, tokenize.counting(api), name=api.name) for p, api in COUNTING.items()),
+            *pooling.routes,
             web.post("/v1/detokenize", tokenize.detokenize(), name="detokenize"),
             *stored.routes,
             *conversations.routes,

@@ -8,7 +8,15 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import ComputedAhead, Guided, PromptParts, Retain, ShownAnswers
+from kvmesh.bus.messages import (
+    GENERATE,
+    ComputedAhead,
+    Guided,
+    Pooling,
+    PromptParts,
+    Retain,
+    ShownAnswers,
+)
 from kvmesh.frontend.answers.answer import AnswerNames, AnswerRun, answer_runs, is_call
 from kvmesh.frontend.answers.restore import KnownAnswer, restore
 from kvmesh.frontend.answers.store import AnswerStore
@@ -61,13 +69,17 @@ MIN_MESSAGES = 3  # of a conversation with an earlier answer
 
 
 class PromptTokens(Struct):
-    """One prompt: `count` tokens as packed uint32, packed sequence hashes, retention directives."""
+    """One prompt: `count` tokens as packed uint32, packed sequence hashes, retention directives.
+
+    With `pooling`, it is inputs one behind the other.
+    """
 
     tokens: bytes
     count: int
     sequence_hashes: bytes
     salt: int
     retention: list[Retain] = []
+    pooling: Pooling | None = None
 
 
 class PreparedRequest(Struct):
@@ -136,7 +148,7 @@ class Preprocessor:
         self.answers = answers if answers is not None and answers.enabled else None
         self._share_prefixes = share_prefixes
         self._names = AnswerNames()
-        self._encoder = PromptEncoder(memo_bytes // 2)
+        self.encoder = PromptEncoder(memo_bytes // 2)
         self.turns = Turns(memo_bytes // 2, secrets.token_hex(16))
         self.threads = FairThreads()
 
@@ -147,6 +159,7 @@ class Preprocessor:
 
         Raises ContextExceeded or InvalidRequest.
         """
+        model.check_task(GENERATE)
         self._arrange(request, model)
         _name_session(request)
         found = await self._stored(request, model)
@@ -205,7 +218,7 @@ class Preprocessor:
         if continued is not None and request.guided is not None:
             reason = "The last message cannot be continued and follow a schema as well."
             raise InvalidRequest(reason, "messages")
-        salt = self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
+        salt = self.salt(request, model, adapter)
         form = output_form(request, model)
         shown = self._restore(request, model, found, form.rewrites_calls)
         yield from self._edit(request, model)
@@ -222,13 +235,11 @@ class Preprocessor:
         if request.prompts:
             packed = []
             for prompt in request.prompts:
-                packed.append((yield from self._encoder.raw_prompt(prompt, model, counted)))
+                packed.append((yield from self.encoder.raw_prompt(prompt, model, counted)))
                 check_context(len(packed[-1]) // TOKEN_BYTES, model.card.context)
             retention = explicit_retention(request)
         else:
-            encoded = yield from self._encoder.conversation(
-                request, rendered_prompt, model, counted
-            )
+            encoded = yield from self.encoder.conversation(request, rendered_prompt, model, counted)
             packed = [encoded.tokens]
             note_compaction(request, len(encoded.tokens) // TOKEN_BYTES, model.card.context)
             check_context(len(encoded.tokens) // TOKEN_BYTES, model.card.context)
@@ -265,6 +276,10 @@ class Preprocessor:
             text=(text or _raw_text(request)) if request.annotations else "",
         )
 
+    def salt(self, request: GenerateRequest, model: ServedModel, adapter: str | None) -> int:
+        """The salt of the hashes of a request's prompts."""
+        return self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
+
     async def count(self, request: GenerateRequest, model: ServedModel) -> list[bytes]:
         """Packed tokens of each prompt, as `prepare` makes them, with its errors for the prompt.
 
@@ -282,11 +297,11 @@ class Preprocessor:
     ) -> Steps[list[bytes]]:
         counted = counted_tokens(model.card.context)
         if request.prompts:
-            return [(yield from self._encoder.raw_prompt(request.prompts[0], model, counted))]
+            return [(yield from self.encoder.raw_prompt(request.prompts[0], model, counted))]
         self._restore(request, model, found, output_form(request, model).rewrites_calls)
         yield from self._edit(request, model)
         rendered = render(request, model)
-        encoded = yield from self._encoder.conversation(request, rendered, model, counted)
+        encoded = yield from self.encoder.conversation(request, rendered, model, counted)
         return [encoded.tokens]
 
     def _edit(self, request: GenerateRequest, model: ServedModel) -> Steps[None]:
@@ -295,7 +310,7 @@ class Preprocessor:
             counter = PromptCounter(
                 model.card.context,
                 lambda messages: self._count_messages(request, messages, model),
-                lambda text: self._encoder.count_text(text, request.cache_salt, model),
+                lambda text: self.encoder.count_text(text, request.cache_salt, model),
             )
             drops = model.dialect.template.drops_thinking(request)
             yield from apply_edits(request, request.context_edits, drops, counter)
@@ -309,7 +324,7 @@ class Preprocessor:
         changed = replace(request, messages=messages, template_args=closed, memo=NO_MEMO)
         rendered = render(changed, model)
         return (
-            len((yield from self._encoder.conversation(changed, rendered, model)).tokens)
+            len((yield from self.encoder.conversation(changed, rendered, model)).tokens)
             // TOKEN_BYTES
         )
 
@@ -317,6 +332,7 @@ class Preprocessor:
         self, request: GenerateRequest, model: ServedModel, adapter: str | None
     ) -> PromptTokens:
         """The prompt of a conversation up to its user's next message; raises as `prepare` does."""
+        model.check_task(GENERATE)
         self._arrange(request, model)
         _name_session(request)
         found = await self._stored(request, model)
@@ -324,7 +340,7 @@ class Preprocessor:
         messages = [*request.messages, Message("user", [Text(CUT)])]
         tokens = await self.tokens_before(replace(request, messages=messages), model)
         check_context(len(tokens) // TOKEN_BYTES, model.card.context)
-        salt = self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
+        salt = self.salt(request, model, adapter)
         return hash_prompt(tokens, model, salt, explicit_retention(request))
 
     async def tokens_before(self, request: GenerateRequest, model: ServedModel) -> bytes:
@@ -337,7 +353,7 @@ class Preprocessor:
         if end < 0:
             return b""
         pieces = text_pieces(rendered._replace(text=rendered.text[:end]), model.dialect.encoder)
-        return b"".join((yield from self._encoder.encode(pieces[:-1], request.cache_salt, model)))
+        return b"".join((yield from self.encoder.encode(pieces[:-1], request.cache_salt, model)))
 
     async def _run(self, request: GenerateRequest, steps: Steps[T]) -> T:
         same, _ = request.memo.recall(_PREPARED, request.messages)
@@ -358,7 +374,7 @@ class Preprocessor:
             if budget < 0:
                 break  # earlier offsets are rounded down to their edge
             part = [TextPiece(encoded.text[edge:offset])]
-            tokens = yield from self._encoder.encode(part, request.cache_salt, model)
+            tokens = yield from self.encoder.encode(part, request.cache_salt, model)
             offsets.add(offset, b"".join(tokens))
         return prompt_retention(request, spans, offsets, model.card.block_size)
 

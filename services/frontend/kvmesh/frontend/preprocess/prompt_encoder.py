@@ -36,11 +36,18 @@ class PromptEncoder:
         self._prefix_cache = PrefixTokenCache(memo_bytes // 3)
 
     def raw_prompt(
-        self, prompt: str | list[int], model: ServedModel, limit: int | None = None
+        self,
+        prompt: str | list[int],
+        model: ServedModel,
+        limit: int | None = None,
+        field: str = "prompt",
     ) -> Steps[bytes]:
-        """Packed tokens of a prompt without a template, with the special ones of the tokenizer."""
+        """Packed tokens of a prompt without a template, with the special ones of the tokenizer.
+
+        `field` is its name in the body, for errors.
+        """
         if not isinstance(prompt, str):
-            return _pack(prompt)
+            return _pack(prompt, field)
         check_fits(prompt, model, limit)
         if len(prompt) >= LONG_TEXT:
             yield
@@ -134,8 +141,8 @@ def _shared_key(request: GenerateRequest) -> tuple[str, int]:
     return "" if is_inferred(session) else session, key
 
 
-def _pack(ids: list[int]) -> bytes:
+def _pack(ids: list[int], field: str) -> bytes:
     try:
         return array("I", ids).tobytes()
     except OverflowError as error:
-        raise InvalidRequest("A token id is negative or too large.", "prompt") from error
+        raise InvalidRequest("A token id is negative or too large.", field) from error

@@ -30,7 +30,7 @@ class StreamOutput(Struct):
     of a prefill whose KV another engine is to fetch. `retention` and `decode` are outcomes of
     directives, as in `OutputDelta`. `continues`: the caller gets `finish` now, while the engine
     works on until the stream ends. `admitted_at` is the time, on the monotonic clock, at which the
-    engine's scheduler started the request, if known.
+    engine's scheduler started the request, if known. `vectors` are as in `OutputDelta`.
     """
 
     tokens: list[int]
@@ -44,6 +44,7 @@ class StreamOutput(Struct):
     continues: bool = False
     estimate: bool = False
     admitted_at: float | None = None
+    vectors: list[bytes] | None = None
 
 
 class EngineUnavailable(Exception):
@@ -226,6 +227,7 @@ class RequestStreams:
             logprobs=output.logprobs,
             handoff=output.handoff,
             decode=output.decode,
+            vectors=output.vectors,
         )
         if output.continues:
             self._emit([delta])

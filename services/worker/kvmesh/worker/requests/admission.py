@@ -1,6 +1,6 @@
 """Admission of work by a worker, before the engine sees it."""
 
-from kvmesh.bus.messages import Guided, Work, WorkReply
+from kvmesh.bus.messages import GENERATE, Guided, Pooling, Work, WorkReply
 from kvmesh.worker.engine import EngineInfo
 
 ACCEPTED = WorkReply(status="accepted")
@@ -20,7 +20,12 @@ def rejection_reason(work: Work, info: EngineInfo) -> str:
         return f"the token buffer has {len(work.tokens)} bytes, not a multiple of 4"
     if not length:
         return "the prompt is empty"
-    if length >= info.context:
+    if (task := work.pooling.task if work.pooling is not None else GENERATE) != info.task:
+        return f"this worker's model does not {task}: its task is {info.task}"
+    if work.pooling is not None:
+        if reason := _unpoolable(work.pooling, length, info.context):
+            return reason
+    elif length >= info.context:
         return f"the prompt has {length} tokens; with the output, at most {info.context} fit"
     if not 0 <= work.generated < length:
         return f"{work.generated} generated tokens in a prompt of {length}"
@@ -31,6 +36,20 @@ def rejection_reason(work: Work, info: EngineInfo) -> str:
     if work.adapter is not None and work.adapter not in info.adapters:
         return f"there is no adapter {work.adapter}"
     return _too_large(work.sampling.guided)
+
+
+def _unpoolable(pooling: Pooling, length: int, context: int) -> str:
+    """The reason why the inputs of a prompt of `length` tokens cannot be computed."""
+    lengths, seconds = pooling.lengths, pooling.seconds or [0] * len(pooling.lengths)
+    if sum(lengths) != length or min(lengths) < 1:
+        return f"the lengths of the inputs are not those of a prompt of {length} tokens"
+    if len(seconds) != len(lengths) or not all(
+        0 <= s < n for s, n in zip(seconds, lengths, strict=True)
+    ):
+        return "the places of the documents are not within the inputs"
+    if max(lengths) > context:
+        return f"an input has {max(lengths)} tokens; at most {context} fit"
+    return ""
 
 
 def _too_large(guided: Guided | None) -> str:

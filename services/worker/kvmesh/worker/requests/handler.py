@@ -89,6 +89,8 @@ class RequestHandler:
             self._outputs.drop(work.request)
             self._drop_trace(work.request)
             return admission.invalid(reason)
+        if work.pooling is not None:
+            return admission.ACCEPTED  # no later prompt begins with its inputs
         return admission.STORED if self._prompts.store(named, received.base) else admission.ACCEPTED
 
     def output(self, deltas: list[OutputDelta], now: float) -> bool:

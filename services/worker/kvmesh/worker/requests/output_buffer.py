@@ -11,6 +11,7 @@ from kvmesh.worker.requests.device_time import DeviceTime
 NOTHING_ELSE = (None,) * 5  # but tokens
 TAIL_TOKENS = 256  # of each request, more than a broken connection may have lost
 TAIL_S = 3.0  # after the end of a request, the break of a connection has been noticed
+VECTORS_BYTES = 64 << 20  # of ended requests, from which on the oldest are dropped
 DEVICE_TIME_S = 1.0  # of a request that runs on, its device time is sent at most this often
 
 
@@ -40,6 +41,7 @@ class RequestOutput:
         "start",
         "timed_at",
         "tokens",
+        "vectors",
         "waited_s",
     )
 
@@ -76,6 +78,7 @@ class RequestOutput:
         self.retention = retention
         self.decode = decode
         self.invalid = False
+        self.vectors: list[bytes] | None = None
 
     def append(self, delta: OutputDelta, device_s: float | None) -> Tokens:
         """Append a delta; return it as a chunk, with the device time so far if it is due."""
@@ -94,7 +97,7 @@ class RequestOutput:
             self.waited_s = max(delta.admitted_at - self.accepted_at, 0.0)
         self.finish, self.error, self.handoff = delta.finish, delta.error, delta.handoff
         self.decode = delta.decode or self.decode
-        self.invalid = delta.invalid
+        self.invalid, self.vectors = delta.invalid, delta.vectors
         return Chunk(
             self.name if delta.finish is None else self.end_name,
             offset,
@@ -109,6 +112,7 @@ class RequestOutput:
             delta.invalid,
             device_s,
             self.waited_s if delta.admitted_at is not None else None,
+            delta.vectors,
         )
 
     def chunk_from(self, offset: int) -> Chunk:
@@ -130,7 +134,12 @@ class RequestOutput:
             self.invalid,
             self.device_s,
             self.waited_s,
+            self.vectors,
         )
+
+    @property
+    def vector_bytes(self) -> int:
+        return sum(map(len, self.vectors or ()))
 
 
 class OutputBuffer:
@@ -141,6 +150,7 @@ class OutputBuffer:
         self._retain_s = retain_s
         self._by_request: dict[str, RequestOutput] = {}
         self._ended: deque[tuple[float, str]] = deque()
+        self._vector_bytes = 0
         self.live_count = 0
 
     def __contains__(self, request: str) -> bool:
@@ -221,8 +231,9 @@ class OutputBuffer:
             of_frontend.append(output.append(delta, device_s))
             if delta.finish is not None:
                 self._ended.append((now, delta.request))
+                self._vector_bytes += output.vector_bytes
                 self.live_count -= 1
-        if self._ended and now - self._ended[0][0] > self._retain_s:
+        if self._ended and self._is_due(now):
             self._expire(now)
         return chunks
 
@@ -251,10 +262,17 @@ class OutputBuffer:
         return self.device_time.since(output.rank, output.start, now) or None
 
     def _forget(self, output: RequestOutput) -> None:
+        self._vector_bytes -= output.vector_bytes
         if output.finish is None:
             self.device_time.end(output.rank, output.start)
             self.live_count -= 1
 
+    def _is_due(self, now: float) -> bool:
+        """True if the oldest of the ended requests is to be dropped."""
+        return now - self._ended[0][0] > self._retain_s or self._vector_bytes > VECTORS_BYTES
+
     def _expire(self, now: float) -> None:
-        while self._ended and now - self._ended[0][0] > self._retain_s:
-            self._by_request.pop(self._ended.popleft()[1], None)
+        while self._ended and self._is_due(now):
+            output = self._by_request.pop(self._ended.popleft()[1], None)
+            if output is not None:
+                self._forget(output)

@@ -6,11 +6,13 @@ import time
 from pathlib import Path
 
 from kvmesh.bus.messages import (
+    GENERATE,
     Capacity,
     Clear,
     KvEvent,
     Load,
     Pin,
+    Pooling,
     Prefetch,
     ReturnForecast,
     StartPhase,
@@ -41,6 +43,7 @@ from kvmesh.worker.enginecore.retention_request import parse_retention
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.enginecore.sequence import Request, hash_prompt
 from kvmesh.worker.enginecore.simulated_tiers import tier_options
+from kvmesh.worker.engines.mock import pooling
 from kvmesh.worker.engines.mock.core import CoreOptions, MockCore
 from kvmesh.worker.engines.mock.faults import Faults
 from kvmesh.worker.engines.mock.kvbm_tiers import (
@@ -184,11 +187,15 @@ class MockEngine:
         if self._options.poison:
             self._apply_poison(work)
         try:
+            if work.pooling is not None:
+                pooling.check(work.pooling)
             request = self._request(work)
             self._ranks[work.rank].submit(request)
         except (UnsupportedConstraint, ValueError) as error:
             raise Rejected(str(error)) from error
-        self._live[work.request] = _Live(self._ranks[work.rank], work)
+        live = self._live[work.request] = _Live(self._ranks[work.rank], work)
+        if work.pooling is not None:
+            live.pooled = work, work.pooling
         self._has_logprobs |= work.sampling.logprobs is not None
         self._prefetches.on_request(work)
 
@@ -205,6 +212,8 @@ class MockEngine:
     def prefetch(self, command: Prefetch) -> str:
         if not 0 <= command.rank < len(self._ranks):
             return f"there is no rank {command.rank}"
+        if self._options.task != GENERATE:
+            return "the model generates no text"
         return self._prefetches.start(command)
 
     def max_adapter_rank(self) -> int:
@@ -305,6 +314,9 @@ class MockEngine:
                 delta.logprobs = [self._logprobs(t, live.logprobs) for t in delta.tokens]
             if delta.finish is not None and live is not None:
                 delta.handoff = live.handoff
+                if live.pooled is not None:
+                    delta.tokens = []
+                    delta.vectors = pooling.vectors_of(*live.pooled)
                 del self._live[delta.request]
         own = self._loader.hidden.visible(deltas)
         if own and self._sink is not None:
@@ -325,7 +337,7 @@ class MockEngine:
     def _request(self, work: Work) -> Request:
         if self._writer is None:
             raise ValueError("the engine has not started")
-        answer = self._writer.answer(work)
+        answer = pooling.ANSWER if work.pooling is not None else self._writer.answer(work)
         if answer.target <= work.generated:
             raise ValueError(f"this answer ends after {answer.target} tokens")
         local, sequence, tail = hash_prompt(work.tokens, self._block_size, work.salt)
@@ -412,6 +424,7 @@ class MockEngine:
             exempts_thinking=options.reasoning_tokens > 0,
             supports_handoff=True,
             tiered=self._store is not None,
+            task=options.task,
             capacity=Capacity(
                 blocks=options.blocks,
                 max_sequences=options.max_sequences,
@@ -423,13 +436,14 @@ class MockEngine:
 
 
 class _Live:
-    """The rank of a request, the alternatives wanted per token, and its handoff."""
+    """The rank of a request, the alternatives wanted per token, its handoff, and its inputs."""
 
-    __slots__ = ("handoff", "logprobs", "rank")
+    __slots__ = ("handoff", "logprobs", "pooled", "rank")
 
     def __init__(self, rank: MockRank, work: Work) -> None:
         self.rank = rank
         self.logprobs = work.sampling.logprobs
+        self.pooled: tuple[Work, Pooling] | None = None
         self.handoff = {"tokens": len(work.tokens) // TOKEN_BYTES} if work.prefill else None
 
 

@@ -41,7 +41,7 @@ async def answer(
     url, read = request.url, request.read
     try:
         async with http.post(url, json=request.body, headers=request.headers) as response:
-            await _check(response)
+            await check(response)
             chunks = _events(response)
             async for chunk in chunks:
                 output = read(chunk)
@@ -65,7 +65,7 @@ async def _cached_tokens(chunks: AsyncIterator[Any], read: Reader) -> int | None
     return cached
 
 
-async def _check(response: aiohttp.ClientResponse) -> None:
+async def check(response: aiohttp.ClientResponse) -> None:
     """Raise Rejected for errors of the caller or the key, EngineUnavailable for other failures."""
     if response.status == 200:
         return

@@ -15,6 +15,7 @@ from pathlib import Path
 import aiohttp
 
 from kvmesh.bus.messages import (
+    GENERATE,
     Capacity,
     Clear,
     ExpectReturns,
@@ -58,6 +59,7 @@ from kvmesh.worker.engines.remote.direct_traffic import (
     OwnRequests,
 )
 from kvmesh.worker.engines.remote.gauges import Gauges, lower_tiers
+from kvmesh.worker.engines.remote.pooling import pooled, pooling_task
 from kvmesh.worker.engines.remote.retention import ServerRetention
 from kvmesh.worker.engines.remote.server import InferenceServer, ServerInfo
 from kvmesh.worker.lora.folder import AdapterError
@@ -105,6 +107,7 @@ class RemoteEngine(PrefetchingAdapter):
         self._of_ranks = [Gauges()] * remote.dp_ranks
         self._clock = StepClock()
         self._retention: ServerRetention | None = None
+        self._task = GENERATE
         self._reports_cached = False
         self._tier_counts: TierCounts | None = None
         self._served_tokens: list[int] | None = None
@@ -126,8 +129,8 @@ class RemoteEngine(PrefetchingAdapter):
         try:
             self._info = await self._server.describe(self._remote.model)
             self._check_ranks()
+            await self._try_server(self._http, self._server)
             if not self._is_sglang:
-                self._reports_cached = await self._server.try_completion(self._info.model)
                 retention = ServerRetention(self._http, self._url)
                 self._retention = retention if await retention.find() else None
                 if retention.problem:
@@ -140,6 +143,23 @@ class RemoteEngine(PrefetchingAdapter):
         except EngineError:
             await self._http.close()
             raise
+
+    async def _try_server(self, http: aiohttp.ClientSession, server: InferenceServer) -> None:
+        """Find out what the server's model is for; raises EngineError if it is for nothing."""
+        model = self._info.model
+        if self._is_sglang:
+            if self._info.generates:
+                return
+            failure = EngineError(f"{self._redacted_url} neither generates text nor embeds it")
+        else:
+            try:
+                self._reports_cached = await server.try_completion(model)
+                return
+            except EngineError as error:
+                failure = error
+        self._task = await pooling_task(http, self._url, model)
+        if not self._task:
+            raise failure
 
     def _open_streams(self, sink: Sink, server: InferenceServer) -> EngineInfo:
         block_size = self._block_size = self._info.block_size or self._worker.block_size
@@ -163,7 +183,7 @@ class RemoteEngine(PrefetchingAdapter):
                 self._remote.max_batched_tokens,
                 tiered=self._tier_counts is not None,
             )
-        elif not self._is_sglang:
+        elif not self._is_sglang and self._task == GENERATE:
             log.info("%s: no prefetches, %s", self._redacted_url, NO_CACHED_TOKENS)
         self._tasks.start(self._watch(server), "server watch")
         if self._retention is None and not self._is_sglang:
@@ -199,6 +219,13 @@ class RemoteEngine(PrefetchingAdapter):
             raise Rejected("the engine has not started")
         if not 0 <= work.rank < self._remote.dp_ranks:
             raise Rejected(f"there is no rank {work.rank}")
+        if work.pooling is not None:
+            salt = self._salts.cache_salt(work)
+            common = {"model": work.adapter or self._info.model, **self._priority(work)}
+            common |= {} if salt is None else {"cache_salt": salt}
+            outputs = pooled(self._http, self._url, common, work, work.pooling)
+            self._streams.start(work, self._counted(outputs))
+            return
         outputs = self._send(work)
         if self._is_sglang:
             self._salts.remember(work)
@@ -210,6 +237,8 @@ class RemoteEngine(PrefetchingAdapter):
         self._end_prefetches_of(work)
 
     def prefetch(self, command: Prefetch) -> str:
+        if self._task != GENERATE:
+            return "the model generates no text"
         if self._is_sglang:
             raise Unsupported("the openai engine does not prefetch with SGLang")
         if self._streams is not None and not self._reports_cached:
@@ -314,6 +343,7 @@ class RemoteEngine(PrefetchingAdapter):
             reports_outcomes=self._retention is not None,
             expects_returns=self._retention is not None and self._retention.expects_returns,
             warnings=self._warnings,
+            task=self._task,
             version=f"{info.owner} {info.version}".strip(),
             context=worker.context or info.context or self._context,
             block_size=block_size,
@@ -331,8 +361,7 @@ class RemoteEngine(PrefetchingAdapter):
     def _request(self, work: Work) -> ServerRequest:
         """The HTTP request for work; raises Rejected."""
         tokens, tag = array("I", work.tokens).tolist(), self._salts.cache_salt(work)
-        polarity = {"none": 0, "higher": 1, "lower": -1}[self._remote.priority]
-        priority = {"priority": polarity * work.priority} if polarity else {}
+        priority = self._priority(work)
         headers = {"X-data-parallel-rank": str(work.rank)} if self._remote.dp_ranks > 1 else {}
         if self._is_sglang:
             return ServerRequest(
@@ -353,17 +382,25 @@ class RemoteEngine(PrefetchingAdapter):
             awaits_usage=usage,
         )
 
+    def _priority(self, work: Work) -> dict[str, int]:
+        """The field of a body that states a work's priority, if the server has one."""
+        polarity = {"none": 0, "higher": 1, "lower": -1}[self._remote.priority]
+        return {"priority": polarity * work.priority} if polarity else {}
+
     def _send(self, work: Work) -> AsyncGenerator[StreamOutput, None]:
         """The outputs of a request, sent with the first; raises Rejected at once."""
-        return self._answer(self._request(work))
-
-    async def _answer(self, request: ServerRequest) -> AsyncGenerator[StreamOutput, None]:
         if self._http is None:
             raise Rejected("the engine has not started")
+        return self._counted(answer(self._http, self._request(work)))
+
+    async def _counted(
+        self, stream: AsyncGenerator[StreamOutput, None]
+    ) -> AsyncGenerator[StreamOutput, None]:
+        """The outputs of a request that counts as this worker's until they end."""
         clock = asyncio.get_running_loop().time
         self._own.begin(clock())
         try:
-            async with aclosing(answer(self._http, request)) as outputs:
+            async with aclosing(stream) as outputs:
                 async for output in outputs:
                     yield output
         finally:

@@ -33,7 +33,8 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     """Model and sizes of a server; 0 or empty if the server does not report them.
 
     `ranks` are its data-parallel ranks among those of all servers of a vLLM deployment, which
-    begin at another number than 0 behind a load balancer of the user's own.
+    begin at another number than 0 behind a load balancer of the user's own. An SGLang server that
+    does not say so `generates` text.
     """
 
     model: str
@@ -45,6 +46,7 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     max_sequences: int = 0
     adapters: list[str] = []
     ranks: list[int] = []
+    generates: bool = True
 
 
 class InferenceServer:
@@ -175,8 +177,10 @@ class InferenceServer:
                 "/server_info"
             )
             page = info_page.get("page_size") or 0
+            model_page = await self._optional("/get_model_info")
             return replace(
                 info,
+                generates=model_page.get("is_generation") is not False,
                 block_size=page,
                 blocks=(info_page.get("max_total_num_tokens") or 0) // (page or 1),
                 max_sequences=info_page.get("max_running_requests") or 0,

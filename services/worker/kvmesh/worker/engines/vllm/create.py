@@ -18,6 +18,7 @@ from kvmesh.worker.engines.vllm.connectors import offloading
 from kvmesh.worker.engines.vllm.engine import VllmEngine
 from kvmesh.worker.engines.vllm.kvbm.settings import kvbm_transfer_config
 from kvmesh.worker.engines.vllm.lora_arguments import lora_arguments
+from kvmesh.worker.engines.vllm.pooling.models import is_pooling
 from kvmesh.worker.engines.vllm.retaining_engine import RetainingVllmEngine
 from kvmesh.worker.engines.vllm.retention.internals import changed_internals, no_retention
 from kvmesh.worker.engines.vllm.retention.settings import retention_transfer_config
@@ -42,14 +43,18 @@ def create(context: EngineContext) -> "VllmEngine":
         "model": str(context.folder),
         "block_size": worker.block_size,
         "scheduling_policy": "priority",
-        "enable_prefix_caching": True,
         **tracing_arguments(context.settings.tracing),
         **engine_arguments(vllm.args, vllm.args_file),
     }
     if worker.context:
         arguments.setdefault("max_model_len", worker.context)
     served = worker.served_name or context.folder.name
-    if worker.serves != "aggregated":
+    generates = not is_pooling(arguments)
+    if generates:
+        arguments.setdefault("enable_prefix_caching", True)
+    elif vllm.kvbm:
+        raise EngineConfigError("vllm.kvbm is for models that generate text")
+    if worker.serves != "aggregated" and generates:
         arguments.setdefault("kv_transfer_config", _nixl_config())
     configured = _configured_connectors(arguments)
     if configured:
@@ -57,8 +62,9 @@ def create(context: EngineContext) -> "VllmEngine":
     ours = []
     if vllm.kvbm:
         ours.append(kvbm_transfer_config(context.settings, context.folder, served))
-    changed = changed_internals() if vllm.retention else []
-    engine_type = RetainingVllmEngine if vllm.retention and not changed else VllmEngine
+    retains = vllm.retention and generates
+    changed = changed_internals() if retains else []
+    engine_type = RetainingVllmEngine if retains and not changed else VllmEngine
     if engine_type.retains:
         ours.append(retention_transfer_config(retention_options(worker)))
         if offloading.is_lazy(configured):

@@ -10,6 +10,7 @@ import os
 from array import array
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,17 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from kvmesh.bus.messages import Capacity, Clear, Guided, Load, Prefetch, StartPhase, Work
+from kvmesh.bus.messages import (
+    GENERATE,
+    Capacity,
+    Clear,
+    Guided,
+    Load,
+    Pooling,
+    Prefetch,
+    StartPhase,
+    Work,
+)
 from kvmesh.worker.adapters.connector_stores import plain_config
 from kvmesh.worker.adapters.engine_stores import EngineStore, clear_vllm, vllm_stores
 from kvmesh.worker.adapters.kv_events.feed import EventFeed
@@ -57,6 +68,8 @@ from kvmesh.worker.engines.vllm.fork_servers.servers import ForkServers
 from kvmesh.worker.engines.vllm.kvbm.refused_subjects import OnRefused, refusals_heard
 from kvmesh.worker.engines.vllm.parking.configuration import park_ranks
 from kvmesh.worker.engines.vllm.parking.gate import ParkingGate
+from kvmesh.worker.engines.vllm.pooling.models import least_blocks, task_of
+from kvmesh.worker.engines.vllm.pooling.requests import pooled
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard, spawned
 from kvmesh.worker.engines.vllm.scheduler_stats import (
     RankStats,
@@ -141,6 +154,7 @@ class VllmEngine(PrefetchingAdapter):
         self._ledgers: list[CacheLedger] = []
         self._blocks = 0
         self._block_size = 1
+        self._task = GENERATE
 
     async def park(self) -> None:
         self._gate = gate = ParkingGate(self._folder.path)
@@ -221,11 +235,14 @@ class VllmEngine(PrefetchingAdapter):
             self._guard.settled()
         await self._adapters.open(self._llm)
         config = self._llm.vllm_config
-        self._constraints = Constraints(config, self._folder.path, self._compile_timeout_s)
-        # importing vLLM takes seconds, which only requests with constraints wait for
-        self._tasks.start(_open(self._constraints), "trial process")
+        self._task = await task_of(self._llm)
+        if self._task == GENERATE:
+            self._constraints = Constraints(config, self._folder.path, self._compile_timeout_s)
+            # importing vLLM takes seconds, which only requests with constraints wait for
+            self._tasks.start(_open(self._constraints), "trial process")
         cache, ranks = config.cache_config, managed_ranks(self._llm)
-        self._blocks, self._block_size = cache.num_gpu_blocks, cache.block_size
+        self._block_size = cache.block_size
+        self._blocks = max(cache.num_gpu_blocks, least_blocks(config))
         self._salts = PromptSalts(self._served, cache.block_size)
         self._stats = [self._collector.rank(rank) for rank in ranks]
         self._ledgers = [CacheLedger(cache.block_size, self._salts.root_salt) for _ in ranks]
@@ -235,15 +252,16 @@ class VllmEngine(PrefetchingAdapter):
         config = self._llm.vllm_config
         cache = config.cache_config
         self._streams = RequestStreams(sink, len(self._stats), cache.block_size)
-        self._open_prefetches(
-            self._streams,
-            self._ledgers,
-            lambda work: self._generate(work, self._sampling(work)),
-            cache.block_size,
-            config.model_config.max_model_len,
-            config.scheduler_config.max_num_batched_tokens,
-            self._tiered,
-        )
+        if self._task == GENERATE:
+            self._open_prefetches(
+                self._streams,
+                self._ledgers,
+                lambda work: self._generate(work, self._sampling(work)),
+                cache.block_size,
+                config.model_config.max_model_len,
+                config.scheduler_config.max_num_batched_tokens,
+                self._tiered,
+            )
         self._follow(sink)
         self._tasks.start(self._watch(), "vllm health")
         return self._describe(config)
@@ -255,6 +273,9 @@ class VllmEngine(PrefetchingAdapter):
             raise Rejected(f"there is no rank {work.rank}")
         if work.adapter is not None and work.adapter not in self._adapters:
             raise Rejected(f"there is no adapter {work.adapter}")
+        if work.pooling is not None:
+            self._streams.start(work, self._pool(work, work.pooling))
+            return
         try:
             params = self._sampling(work)
         except (VLLMClientError, ValueError) as error:
@@ -265,6 +286,8 @@ class VllmEngine(PrefetchingAdapter):
     def prefetch(self, command: Prefetch) -> str:
         if command.adapter is not None and command.adapter not in self._adapters:
             return f"there is no adapter {command.adapter}"
+        if self._task != GENERATE:
+            return "the model generates no text"
         return super().prefetch(command)
 
     def max_adapter_rank(self) -> int:
@@ -389,6 +412,7 @@ class VllmEngine(PrefetchingAdapter):
         return EngineInfo(
             reports_outcomes=self.retains,
             expects_returns=self.expects_returns,
+            task=self._task,
             name="vllm",
             version=vllm_version,
             context=config.model_config.max_model_len,
@@ -433,12 +457,8 @@ class VllmEngine(PrefetchingAdapter):
     async def _generate(
         self, work: Work, params: SamplingParams
     ) -> AsyncGenerator[StreamOutput, None]:
-        prompt: dict[str, Any] = {"prompt_token_ids": array("I", work.tokens).tolist()}
-        cache_salt = self._salts.cache_salt(work)
-        if cache_salt is not None:
-            prompt["cache_salt"] = cache_salt
         outputs = self._llm.generate(
-            prompt,
+            self._prompt(work, array("I", work.tokens).tolist()),
             params,
             work.request,
             lora_request=self._adapters.begin(work.adapter),
@@ -452,16 +472,32 @@ class VllmEngine(PrefetchingAdapter):
             async for output in outputs:
                 below = stats.below(work.request, self._block_size)
                 yield _output(output, below, stats.outcomes(work.request))
-        except EngineDeadError as error:
-            raise EngineError(f"vLLM has died: {_cause(error)}") from error
-        except (VLLMClientError, ValueError) as error:
-            raise Rejected(str(error)) from error
-        except VLLMError as error:  # paused, busy, a failed load of KV, …
-            raise EngineUnavailable(_cause(error)) from error
+        except (VLLMError, ValueError) as error:
+            raise _translated(error) from error
         finally:
             stats.forget(work.request)
             await outputs.aclose()
             self._adapters.end(work.adapter)
+
+    async def _pool(self, work: Work, pooling: Pooling) -> AsyncGenerator[StreamOutput, None]:
+        """The vectors of all inputs, which vLLM computes together."""
+        stats = self._stats[work.rank]
+        stats.begin()
+        lora = self._adapters.begin(work.adapter)
+        headers = trace_headers(work) if self._traces else None
+        try:
+            prompt = partial(self._prompt, work)
+            yield await pooled(self._llm, work, pooling, prompt, lora, headers)
+        except (VLLMError, ValueError) as error:
+            raise _translated(error) from error
+        finally:
+            stats.forget(work.request)
+            self._adapters.end(work.adapter)
+
+    def _prompt(self, work: Work, tokens: list[int]) -> dict[str, Any]:
+        """A prompt of vLLM within the namespace of a work."""
+        salt = self._salts.cache_salt(work)
+        return {"prompt_token_ids": tokens} | ({"cache_salt": salt} if salt is not None else {})
 
     def _rank_load(self, streams: RequestStreams, instance: str, rank: int) -> Load:
         stats = self._stats[rank]
@@ -529,6 +565,15 @@ def _output(output: Any, below: list[int], retention: list[str] | None) -> Strea
         of_output.get("decode"),
         admitted_at=getattr(output.metrics, "scheduled_ts", None) or None,
     )
+
+
+def _translated(error: BaseException) -> Exception:
+    """The error of vLLM as one of the worker's."""
+    if isinstance(error, EngineDeadError):
+        return EngineError(f"vLLM has died: {_cause(error)}")
+    if isinstance(error, VLLMClientError | ValueError):
+        return Rejected(str(error))
+    return EngineUnavailable(_cause(error))  # paused, busy, a failed load of KV, …
 
 
 def _kv_layout(config: Any) -> str:

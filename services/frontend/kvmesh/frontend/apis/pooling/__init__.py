@@ -1,0 +1,1 @@
+"""APIs of models that embed texts or score documents."""

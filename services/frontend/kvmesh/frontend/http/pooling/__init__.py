@@ -1,0 +1,1 @@
+"""Endpoints of models that embed texts or score documents."""

@@ -1,0 +1,1 @@
+"""Requests for vectors and scores: their inputs, and their run on workers."""

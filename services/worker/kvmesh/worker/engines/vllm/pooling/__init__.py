@@ -1,0 +1,1 @@
+"""vLLM's pooling models: vectors and scores of texts."""
