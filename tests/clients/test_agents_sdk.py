@@ -61,9 +61,8 @@ async def test_a_session_is_a_conversation_of_the_mesh(url: str) -> None:
         items = await session.get_items()
         kinds = [str(item["type"]) for item in items if "type" in item]
         assert [kind for kind in kinds if kind != "reasoning"] == [
-            "message",
-            "function_call",
-            "function_call_output",
+            *("message", "message"),
+            *("function_call", "function_call_output"),
             "message",
         ]
         assert await session.pop_item() == items[-1]

@@ -123,6 +123,9 @@ async def test_a_response_continues_a_conversation_and_is_added_to_it(
     assert listed.data[-1].id == first.output[0].id
     second = await answered(client, way, input="And yours?", conversation={"id": made.id})
     assert second.usage.input_tokens > first.usage.total_tokens
+    count = client.responses.input_tokens.count
+    counted = await count(model=MODEL, input="x", conversation=made.id)
+    assert counted.input_tokens > second.usage.total_tokens
     with pytest.raises(BadRequestError, match=made.id):
         await client.responses.create(**GREEDY, input="x", previous_response_id=second.id)
 
