@@ -188,7 +188,7 @@ class RouterCore:
         cards, slots = self.table.cards, self.table.slot_of
         gone = {instance for instance, _ in slots if instance not in cards}
         self._gone_since = {instance: self._gone_since.get(instance, now) for instance in gone}
-        for (instance, _), slot in list(slots.items()):
+        for (instance, _), slot in list(slots.items()) if gone else ():
             if now - self._gone_since.get(instance, now) > GONE_GRACE_S:
                 self.active.drop_stale(slot, now - GONE_GRACE_S)
 

@@ -9,6 +9,7 @@ from kvmesh.router.scoring.overlaps import TIERS
 from kvmesh.router.state.rank_table import ROLES, RankTable, Serves
 
 COLUMNS = 1 + TIERS
+_ALL = np.ones(TIERS, np.uint32)
 
 
 def possible_hits(candidates: Candidates, chosen: Candidate, serves: Serves) -> PossibleHits | None:
@@ -20,7 +21,7 @@ def possible_hits(candidates: Candidates, chosen: Candidate, serves: Serves) -> 
     if overlaps is None:
         return None
     rows = np.frombuffer(overlaps.rows, "<u4").reshape(-1, COLUMNS)
-    totals = rows[:, 1:].sum(1)
+    totals = rows[:, 1:].dot(_ALL)  # faster than a sum of few columns
     held = int(totals.max(initial=0))
     expected = sum(chosen.overlap)
     own = expected

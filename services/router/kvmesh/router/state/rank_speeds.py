@@ -8,14 +8,13 @@ fit, and less the older the evidence.
 """
 
 import math
-from collections import deque
 from typing import NamedTuple
 
 import numpy as np
 
 from kvmesh.bus.messages import Load
 from kvmesh.router.state.arrays import Floats, Slots
-from kvmesh.router.state.step_costs import StepCosts, Window, counted
+from kvmesh.router.state.step_costs import COLUMNS, END, WORK, StepCosts, counted
 
 WINDOW_S = 0.5
 MIN_BUSY_S = 0.05  # below this a window is ignored
@@ -64,7 +63,7 @@ class _RankHistory:
     def __init__(self, load: Load, now: float) -> None:
         self.load = load
         self.window_start = now
-        self.windows: deque[Window] = deque(maxlen=WINDOWS)
+        self.windows: Floats = np.empty((0, COLUMNS))
         self.applied = 0.0
         self.measured: float | None = None
         self.outlier = False
@@ -133,10 +132,10 @@ class RankSpeeds:
         busy = load.busy_s - last.busy_s
         if busy >= MIN_BUSY_S:
             window = _window(last, load, now)
-            history.windows.append(window)
+            history.windows = np.concatenate((history.windows[1 - WINDOWS :], [window]))
             self.compared += 1
             if busy >= RATE_BUSY_S:
-                self._observe_rate(window.work[1] / busy, now)
+                self._observe_rate(window[WORK][1] / busy, now)
 
     def _observe_rate(self, rate: float, now: float) -> None:
         earlier = self.prefill_rate * 0.5 ** (max(now - self._rated, 0.0) / RATE_HALF_S)
@@ -159,16 +158,19 @@ class RankSpeeds:
             return
         self._fitted = now
         for history in self._histories.values():
-            while history.windows and now - history.windows[0].end > EVIDENCE_S:
-                history.windows.popleft()
+            windows = history.windows
+            if len(windows) and now - windows[0, END] > EVIDENCE_S:
+                history.windows = windows[now - windows[:, END] <= EVIDENCE_S]
             if len(history.windows) < MIN_WINDOWS:
                 history.measured, history.outlier, history.contrary = None, False, 0
         known = [h for h in self._histories.values() if len(h.windows) >= MIN_WINDOWS]
         if len(known) > 1:
             self._compare(known, now)
         unlike = False
-        for history in self._histories.values():
-            _apply(history, now)
+        measured = [1.0 if h.measured is None else h.measured for h in self._histories.values()]
+        factors = counted(np.clip(measured, 1 / MAX_SLOWNESS, MAX_SLOWNESS)).tolist()
+        for history, factor in zip(self._histories.values(), factors, strict=True):
+            _apply(history, factor, now)
             unlike = unlike or history.applied != 0.0
         self.slowness = np.ones(size) if unlike else None
         if self.slowness is not None:
@@ -176,12 +178,13 @@ class RankSpeeds:
                 self.slowness[slot] = math.exp(history.applied)
 
     def _compare(self, known: list[_RankHistory], now: float) -> None:
-        found = self._costs.compare([history.windows for history in known])
+        windows = np.concatenate([history.windows for history in known])
+        counts = np.array([len(history.windows) for history in known])
+        found = self._costs.compare(windows, counts)
         for history, value in zip(known, found, strict=True):
             history.measured = value
             _update_outlier(history, value, now)
-        windows = [window for history in known for window in history.windows]
-        total = np.array([window.work for window in windows]).sum(0)
+        total = windows[:, WORK].copy().sum(0)
         seconds = total * self._costs.seconds
         prefill_s = float(seconds[1] + seconds[3])
         step_s = float(seconds[0] + seconds[2] + seconds[4:].sum()) / max(float(total[0]), 1.0)
@@ -251,31 +254,32 @@ class RankSpeeds:
         }
 
 
-def _window(last: Load, load: Load, now: float) -> Window:
+def _window(last: Load, load: Load, now: float) -> tuple[float, ...]:
+    """The columns of a window that ends now."""
     steps = load.steps - last.steps
     used = (last.active_blocks + load.active_blocks) / 2 / max(load.total_blocks, 1)
     tokens = max(load.computed_tokens - last.computed_tokens, 0)
     output = max(load.output_tokens - last.output_tokens, 0)
     prefills = max(load.prefill_steps - last.prefill_steps, 0)
-    work = (
+    return (
+        now,
         float(steps),
         float(tokens),
         float(output),
         float(prefills),
         steps * used,
         steps * math.sqrt(used),
+        load.busy_s - last.busy_s,
     )
-    return Window(now, work, load.busy_s - last.busy_s)
 
 
-def _apply(history: _RankHistory, now: float) -> None:
-    """Move the slowness that costs use towards the measured one, by the weight of the evidence."""
+def _apply(history: _RankHistory, factor: float, now: float) -> None:
+    """Move the slowness that costs use towards a `factor`, by the weight of the evidence."""
     wanted = 0.0
-    if history.measured is not None:
-        found = min(max(history.measured, 1 / MAX_SLOWNESS), MAX_SLOWNESS)
-        age = now - history.windows[-1].end
+    if factor != 1.0:
+        age = now - float(history.windows[-1, END])
         fresh = 0.5 ** (max(age - FRESH_S, 0.0) / FADE_S)
-        wanted = math.log(float(counted(np.array(found)))) * fresh
+        wanted = math.log(factor) * fresh
     if wanted * history.applied <= 0.0:
         history.unlike_since = now
     wanted *= 1.0 - 0.5 ** (1.0 + (now - history.unlike_since) / LASTING_S)

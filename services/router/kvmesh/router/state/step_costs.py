@@ -1,13 +1,11 @@
 """One model of step times for all ranks, and by how much each rank takes longer (ADR 24, 50)."""
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
-from kvmesh.router.state.arrays import Floats
+from kvmesh.router.state.arrays import Floats, Slots
 
 RECENT_WINDOWS = 4.0  # over which the weight of a window in a rank's slowness halves
 KEPT = 0.98  # weight of the evidence for the costs after the next comparison
@@ -16,23 +14,18 @@ SETTLED_WINDOWS = 6  # of each rank, before which all comparisons count as the f
 ALIKE = 1.35  # times as slow, up to which ranks count as equal
 UNLIKE = 1.8  # from which on slowness counts in full
 REOPENED = 0.1  # share of the first guess in the start of each fit, so that no cost stays at 0
-_KINDS = 6
+_KINDS = 6  # of work
 _ROUNDS = 2  # of the first comparison
 _STEPS = 40
 _TINY = 1e-12
 
 
-class Window(NamedTuple):
-    """A short time of one rank that ended at `end`: its work, and the seconds in its steps.
-
-    `work` are steps, prompt tokens computed, tokens generated, steps that computed prompt tokens,
-    and steps weighted by the share of KV memory in use, and by its square root: step times rise
-    more slowly than that share on some engines.
-    """
-
-    end: float
-    work: tuple[float, float, float, float, float, float]
-    busy_s: float
+# Columns of an array of windows, each of which is a short time of one rank: its end; its steps,
+# prompt tokens computed, tokens generated, steps that computed prompt tokens, and steps weighted by
+# the share of KV memory in use, and by its square root: step times rise more slowly than that share
+# on some engines; and the seconds in its steps.
+END, WORK, BUSY = 0, slice(1, 1 + _KINDS), 1 + _KINDS
+COLUMNS = 2 + _KINDS
 
 
 class StepCosts:
@@ -50,18 +43,17 @@ class StepCosts:
         self._until = -np.inf
         self._young = True
 
-    def compare(self, ranks: Sequence[Sequence[Window]]) -> list[float]:
+    def compare(self, windows: Floats, counts: Slots) -> list[float]:
         """The slowness of ranks relative to the median one, and learn from their latest windows.
 
-        Each rank has at least one window, in the order of time.
+        `windows` are those of the ranks one after the other, each in the order of time, and
+        `counts` their numbers, at least one of each rank.
         """
-        rows = np.array([window.work for windows in ranks for window in windows])
-        busy_s = np.array([window.busy_s for windows in ranks for window in windows])
-        latest = np.array([window.end > self._until for windows in ranks for window in windows])
-        counts = [len(windows) for windows in ranks]
-        slowness = np.ones(len(ranks))
+        rows, busy_s = windows[:, WORK].copy(), windows[:, BUSY].copy()
+        latest = windows[:, END] > self._until
+        slowness = np.ones(len(counts))
         if self._young:
-            self._young = min(counts) < SETTLED_WINDOWS
+            self._young = int(counts.min()) < SETTLED_WINDOWS
             for _ in range(_ROUNDS):
                 self._fit(rows, busy_s, np.repeat(slowness, counts), kept=0.0)
                 slowness = self._slowness(rows, busy_s, counts)
@@ -70,14 +62,16 @@ class StepCosts:
             if latest.any():
                 scale = np.repeat(counted(slowness) ** HELD, counts)[latest]
                 self._fit(rows[latest], busy_s[latest], scale, kept=KEPT)
-        self._until = max(window.end for windows in ranks for window in windows)
+        self._until = float(windows[:, END].max())
         found: list[float] = slowness.tolist()
         return found
 
-    def _slowness(self, rows: Floats, busy_s: Floats, counts: list[int]) -> Floats:
+    def _slowness(self, rows: Floats, busy_s: Floats, counts: Slots) -> Floats:
         ratios = busy_s / np.maximum(rows @ self.seconds, _TINY)
-        parts = np.split(ratios, np.cumsum(counts)[:-1])
-        medians = np.array([_recent_median(r) for r in parts])
+        medians, firsts = np.empty(len(counts)), counts.cumsum() - counts
+        for count in set(counts.tolist()):  # of ranks with equally many windows at once
+            ranks = (counts == count).nonzero()[0]
+            medians[ranks] = _recent_medians(ratios[firsts[ranks, None] + np.arange(count)])
         relative: Floats = medians / np.sort(medians)[(len(medians) - 1) // 2]
         return relative
 
@@ -104,11 +98,13 @@ def counted(slowness: Floats) -> Floats:
     return found
 
 
-def _recent_median(values: Floats) -> float:
-    """The median of values in the order of time, of which later ones weigh more."""
-    order = values.argsort()
-    below = _weights(len(values))[order].cumsum()
-    return float(values[order[below.searchsorted(below[-1] / 2)]])
+def _recent_medians(values: Floats) -> Floats:
+    """The median of each row of values in the order of time, of which later ones weigh more."""
+    order = values.argsort(1)
+    below = _weights(values.shape[1])[order].cumsum(1)
+    at = (below < below[:, -1:] / 2).sum(1, keepdims=True)
+    medians: Floats = np.take_along_axis(values, np.take_along_axis(order, at, 1), 1)[:, 0]
+    return medians
 
 
 @lru_cache(maxsize=64)
