@@ -1,5 +1,7 @@
 """vLLM's pooling models behind the whole mesh, beside what transformers computes."""
 
+import json
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -55,11 +57,14 @@ def mesh(
     made.stop()
 
 
-async def ready(mesh: Mesh) -> None:
+async def ready(mesh: Mesh, models: int = 3) -> None:
     await mesh.ready(START_S)
-    await eventually(
-        lambda: mesh.live_workers() == 3, timeout=START_S, what="all models are served"
-    )
+    await eventually(lambda: len(listed(mesh)) == models, timeout=START_S, what="all are served")
+
+
+def listed(mesh: Mesh) -> list[dict[str, Any]]:
+    with urllib.request.urlopen(f"{mesh.url}/v1/models", timeout=60) as answer:
+        return list(json.load(answer)["data"])
 
 
 def embed(mesh: Mesh, model: str, **body: Any) -> list[list[float]]:
@@ -126,7 +131,7 @@ async def test_servers_beside_a_worker_give_the_same(
             "KVMESH_REMOTE_URL": server.url,
         }
         mesh.start("worker", f"served-{name}", **variables)
-    await eventually(lambda: mesh.live_workers() == 5, timeout=START_S, what="all are served")
+    await ready(mesh, models=5)
     texts = [text for text in DOCUMENTS if text] * 6
     for wanted, found in zip(
         embed(mesh, DECODER, input=texts),

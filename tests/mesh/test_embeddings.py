@@ -22,7 +22,7 @@ DOCUMENTS = ["a list of cities", "the capital of France is Paris", "how to cook 
 QUERY = "the capital of France"
 # Keys by their secrets: the tenant, and limits.
 KEYS = {"x": 'tenant = "team-a"', "few": "tokens_per_minute = 60\nconcurrency = 1"}
-CHAT_BODY = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+CHAT_BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ async def test_documents_are_ranked(mesh: Mesh, client: AsyncOpenAI, model: str)
 
 
 async def test_a_long_document_is_cut(mesh: Mesh, client: AsyncOpenAI) -> None:
-    body = {"model": RANKER, "query": QUERY, "documents": ["rice " * 5000]}
+    body: dict[str, Any] = {"model": RANKER, "query": QUERY, "documents": ["rice " * 5000]}
     status, refused = await post(mesh, "/v1/rerank", **body)
     assert status == 400
     assert refused["error"]["code"] == "context_length_exceeded"
@@ -162,7 +162,7 @@ async def test_inputs_count_against_the_key_and_its_tenant(mesh: Mesh, client: A
 async def test_models_say_what_they_are_for(mesh: Mesh, client: AsyncOpenAI) -> None:
     tasks = {model.id: model.model_dump()["task"] async for model in client.models.list()}
     assert tasks == {EMBEDDER: "embed", RANKER: "score", CHAT: "generate"}
-    wrong = [
+    wrong: list[tuple[str, dict[str, Any], str, str]] = [
         ("/v1/embeddings", {"input": "a"}, CHAT, "generates text"),
         ("/v1/embeddings", {"input": "a"}, RANKER, "scores documents"),
         ("/v1/rerank", {"query": "a", "documents": ["b"]}, CHAT, "generates text"),

@@ -30,7 +30,7 @@ class EncodedInput(NamedTuple):
     pair: tuple[str, str] = ("", "")
 
     @property
-    def count(self) -> int:
+    def length(self) -> int:
         return len(self.tokens) // TOKEN_BYTES
 
 
@@ -63,11 +63,11 @@ def _encode(
         pairs.append((query, _cut(text, call.document_tokens, tokenizer)))
     call.pairs = pairs
     if model.card.task == EMBED:
-        for text in call.inputs or list(texts_of(pairs)):
-            if isinstance(text, str) and (size := size + len(text)) > STEP:
+        for given in call.inputs or list(texts_of(pairs)):
+            if isinstance(given, str) and (size := size + len(given)) > STEP:
                 size = 0
                 yield
-            tokens = yield from encoder.raw_prompt(text, model, field="input")
+            tokens = yield from encoder.raw_prompt(given, model, field="input")
             found.append(EncodedInput(tokens))
     for query, document in pairs if model.card.task == SCORE else ():
         if (size := size + len(query) + len(document)) > STEP:
@@ -80,7 +80,7 @@ def _encode(
         second = next((places.index(1) for places in kinds if 1 in places), 0)
         found.append(EncodedInput(packed(encoding.ids), second, (query, document)))
     for encoded in found:
-        check_context(encoded.count, model.card.context)
+        check_context(encoded.length, model.card.context)
         if not encoded.tokens:
             raise InvalidRequest("An input has no tokens.", "input")
     return found
@@ -106,11 +106,11 @@ def grouped(
     group: list[EncodedInput] = []
     tokens = 0
     for each in inputs:
-        if group and (len(group) == GROUP or tokens + each.count > context):
+        if group and (len(group) == GROUP or tokens + each.length > context):
             yield _prompt(group, dimensions, task, salt)
             group, tokens = [], 0
         group.append(each)
-        tokens += each.count
+        tokens += each.length
     if group:
         yield _prompt(group, dimensions, task, salt)
 
@@ -123,7 +123,7 @@ def _prompt(
     scored = task == SCORE
     pooling = Pooling(
         task=task,
-        lengths=[each.count for each in group],
+        lengths=[each.length for each in group],
         dimensions=dimensions,
         seconds=[each.second for each in group] if scored else [],
         pairs=[each.pair for each in group] if scored else [],

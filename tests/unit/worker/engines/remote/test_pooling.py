@@ -1,7 +1,7 @@
 """The sidecar in front of a server that embeds texts or scores documents."""
 
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -33,7 +33,8 @@ class Server:
     def __init__(self, task: str) -> None:
         self.path = "/v1/embeddings" if task == EMBED else "/v1/rerank"
         self.bodies: list[dict[str, Any]] = []
-        self.status, self.answer = 200, self._usual
+        self.status = 200
+        self.answer: Callable[[dict[str, Any]], Any] = self._usual
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post(self.path, self._reply)

@@ -472,7 +472,7 @@ class VllmEngine(PrefetchingAdapter):
             async for output in outputs:
                 below = stats.below(work.request, self._block_size)
                 yield _output(output, below, stats.outcomes(work.request))
-        except (VLLMError, ValueError) as error:
+        except (VLLMError, EngineDeadError, ValueError) as error:
             raise _translated(error) from error
         finally:
             stats.forget(work.request)
@@ -488,7 +488,7 @@ class VllmEngine(PrefetchingAdapter):
         try:
             prompt = partial(self._prompt, work)
             yield await pooled(self._llm, work, pooling, prompt, lora, headers)
-        except (VLLMError, ValueError) as error:
+        except (VLLMError, EngineDeadError, ValueError) as error:
             raise _translated(error) from error
         finally:
             stats.forget(work.request)
