@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -104,18 +104,17 @@ class GenerateEndpoint:
         Without `read`, that is the body of the HTTP request.
         """
 
-        async def act(call: EndpointCall[ApiCall]) -> web.StreamResponse:
+        def act(call: EndpointCall[ApiCall]) -> Awaitable[web.StreamResponse]:
             received(call.http, call.parsed.request, call.caller.started)
             call.caller.bind(call.parsed.request, len(call.body), call.light)
             call.turn.keep(call.parsed.request, call.caller.tenant)
             if call.parsed.go_on is not None:
-                return await self._in_background(api, call)
+                return self._in_background(api, call)
             if call.parsed.preload:
-                return await self._preload(call, stream_of)
+                return self._preload(call, stream_of)
             stream = stream_of(call.http) if call.parsed.request.stream else None
-            parsed, caller = call.parsed, call.caller
-            del call  # with the body, which a long answer needs no more
-            return await self._answer(stream, api, parsed, caller)
+            # without the call, whose body a long answer needs no more
+            return self._answer(stream, api, call.parsed, call.caller)
 
         handle = self._endpoints.with_body(api.parse, act, api=api.name, read=read)
         handle = traced(handle, api.name)

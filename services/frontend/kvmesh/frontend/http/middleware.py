@@ -143,11 +143,11 @@ class RequestMiddleware:
             if preflight is not None:
                 return preflight
         if request.path in self._unrestricted:
-            return await _respond(request, handler)
+            return await _respond(request, handler(request))
         status = CLIENT_CLOSED
         began = asyncio.get_running_loop().time()
         try:
-            response = await _respond(request, lambda http: self._admit(http, handler))
+            response = await _respond(request, self._admit(request, handler))
             status = response.status
             return response
         finally:
@@ -187,10 +187,10 @@ class RequestMiddleware:
         self._admission.leave(share)
 
 
-async def _respond(http: web.Request, handler: Handler) -> web.StreamResponse:
-    """The handler's response, or its error in the client's shape."""
+async def _respond(http: web.Request, answer: Awaitable[web.StreamResponse]) -> web.StreamResponse:
+    """The response that a handler gives, or its error in the client's shape."""
     try:
-        return await handler(http)
+        return await answer
     except ApiError as error:
         with logged_as(http.get(SPAN, NO_SPAN)):
             return error_response(shape_for(http), error, request_id.id_of(http))

@@ -1,6 +1,7 @@
 """The first span of a generating request: from its arrival to the last byte of its response."""
 
 import asyncio
+from collections.abc import Awaitable
 from time import monotonic
 from typing import Any
 
@@ -34,42 +35,42 @@ def traced(handler: Handler, api: str) -> Handler:
     """The handler of an API in a span that continues the client's trace, if it sent one."""
     operation = OPERATIONS.get(api, "chat")
 
-    async def handle(http: web.Request) -> web.StreamResponse:
+    def handle(http: web.Request) -> Awaitable[web.StreamResponse]:
         headers, started = http.headers, caller_of(http).started
         parent, state = headers.get("traceparent", ""), headers.get("tracestate", "")
         span = tracer.begin(names.REQUEST, parent, state, started)
         if not span:
-            return await handler(http)
+            return handler(http)
         http[SPAN] = span
         span.attributes = {
             names.OPERATION: operation,
             names.METHOD: http.method,
             names.HTTP_ROUTE: http.path,
         }
-        with tracer.logged_as(span):
-            return await _answer(http, handler, span)
+        return _answer(http, handler, span)
 
     return handle
 
 
 async def _answer(http: web.Request, handler: Handler, span: TraceSpan) -> web.StreamResponse:
     status = SERVER_ERROR
-    try:
-        response = await handler(http)
-        status = response.status
-        return response
-    except ApiError as error:
-        status = HTTP_STATUSES[error.kind]
-        span.set(names.ERROR, error.kind)
-        raise
-    except (ConnectionError, asyncio.CancelledError):
-        status = CLIENT_CLOSED
-        raise
-    finally:
-        span.set(names.HTTP_STATUS, status)
-        if status >= SERVER_ERROR:  # by convention an error of the client is none of the server
-            span.fail(str(span.attributes.get(names.ERROR, "internal")))
-        tracer.finish(span)
+    with tracer.logged_as(span):
+        try:
+            response = await handler(http)
+            status = response.status
+            return response
+        except ApiError as error:
+            status = HTTP_STATUSES[error.kind]
+            span.set(names.ERROR, error.kind)
+            raise
+        except (ConnectionError, asyncio.CancelledError):
+            status = CLIENT_CLOSED
+            raise
+        finally:
+            span.set(names.HTTP_STATUS, status)
+            if status >= SERVER_ERROR:  # by convention an error of the client is none of the server
+                span.fail(str(span.attributes.get(names.ERROR, "internal")))
+            tracer.finish(span)
 
 
 def received(http: web.Request, request: GenerateRequest, started: float) -> None:

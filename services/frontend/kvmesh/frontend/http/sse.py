@@ -116,6 +116,7 @@ class EventStream(AnswerStream):
 
     async def _send_first(self, frames: bytes) -> None:
         await self._response.write(frames)
+        self._response.headers.clear()  # they are sent
 
     def _on_the_wire(self, frame: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(frame), frame) if self._chunked else frame

@@ -70,7 +70,7 @@ class Chat:
 
 
 class ChatChoice:
-    """The transcript of one choice, and the encoded head of its chunks.
+    """The transcript of one choice, and the encoded head of its chunks with text.
 
     A stream has the number of its `calls` instead, and whether the last is one of a `custom` tool.
     """
