@@ -13,7 +13,7 @@ LAYERS = [
     {"service"},
     {"no_bus"},
     {"http", "prefork"},
-    {"sessions"},
+    {"batches", "sessions"},
     {"generation"},
     {"dispatch"},
     {"wake"},
