@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import httpx
 import pytest
@@ -20,7 +20,7 @@ from support.nats import NatsServer, free_port
 from support.wait import eventually
 
 MODEL = "kvmesh-demo"
-CHAT = "/v1/chat/completions"
+CHAT: Final = "/v1/chat/completions"
 FINAL = ("completed", "failed", "expired", "cancelled")
 MAX_FILE = 1 << 20
 LONG = 8_000  # tokens, which take longer than a test
