@@ -604,10 +604,10 @@ async def test_a_body_that_is_not_what_its_headers_say_is_no_defect(stage: Stage
 @pytest.mark.parametrize(
     ("path", "headers"),
     [
-        ("/v1/messages/batches", {}),
+        ("/v1/messages/batches/nothing", {}),
         ("/v1/models/nobody", {"anthropic-version": "2023-06-01"}),
-        ("/v1/files", {"anthropic-version": "2023-06-01"}),
-        ("/v1/files", {}),
+        ("/v1/files/nothing", {"anthropic-version": "2023-06-01"}),
+        ("/v1/files/nothing", {}),
         ("/v1/models/nobody", {}),
     ],
 )

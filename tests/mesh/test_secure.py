@@ -381,6 +381,8 @@ SENDS: dict[str, set[str]] = {
     f"$O.{SUBJECTS.index_bucket}.C.x": {"indexer", "operator"},
     f"$O.{SUBJECTS.model_bucket}.C.x": {W0, W1, "operator"},
     f"$O.{SUBJECTS.model_store_bucket}.C.x": {"operator"},
+    f"$O.{SUBJECTS.files_bucket}.C.x": {"frontend", "operator"},
+    f"$KV.{SUBJECTS.batches_bucket}.a": {"frontend", "operator"},
     f"$KV.{SUBJECTS.catalog_bucket}.m.d": {"operator"},
     "other.subject": set(),
     "kvm.other.work.worker-0.1f": set(),
@@ -449,6 +451,8 @@ READS: dict[str, set[str]] = {
     f"OBJ_{SUBJECTS.index_bucket}": {"indexer", "operator"},
     f"OBJ_{SUBJECTS.model_bucket}": {"frontend", W0, W1, "operator"},
     f"OBJ_{SUBJECTS.model_store_bucket}": {W0, W1, "operator"},
+    f"OBJ_{SUBJECTS.files_bucket}": {"frontend", "operator"},
+    f"KV_{SUBJECTS.batches_bucket}": {"frontend", "operator"},
     f"KV_{SUBJECTS.catalog_bucket}": {W0, W1, "operator"},
     "KV_another-mesh": {"operator"},
 }

@@ -94,7 +94,10 @@ _INBOXES = ("_INBOX.>",)
 
 def _frontend(s: Subjects, name: str) -> Grant:
     own = f"{name}-{ANY}"
-    stores = (s.responses_bucket, s.answers_bucket, s.pins_bucket, s.secrets_bucket)
+    stores = (
+        *(s.responses_bucket, s.answers_bucket, s.pins_bucket, s.secrets_bucket),
+        s.batches_bucket,
+    )
     return (
         [
             *(s.router(ANY), s.router_at(ANY, _EACH), s.work(_EACH), s.ctl(_EACH), s.ping(_EACH)),
@@ -104,9 +107,12 @@ def _frontend(s: Subjects, name: str) -> Grant:
             *_lease(s, User.WORKER, ANY),  # to delete leases and records of dead workers
             *_lease(s, Role.PARKED, ANY),
             *(entry for bucket in stores for entry in _write(bucket)),
+            *_write_objects(s.files_bucket),
+            f"{API}.STREAM.MSG.DELETE.{_objects(s.files_bucket)}",
             f"$KV.{s.router_bucket}.{s.busy_key(ANY)}",
             f"{API}.STREAM.PURGE.{_kv(s.responses_bucket)}",  # a response has several keys
             *_reads(_kv(s.instances_bucket), _kv(s.keys_bucket), _objects(s.model_bucket)),
+            *_reads(_objects(s.files_bucket)),
             *_reads(*map(_kv, stores), _kv(s.plan_bucket), _kv(s.router_bucket)),
             *_creates(*_streams(s)),
         ],
@@ -278,9 +284,10 @@ def _streams(s: Subjects) -> list[str]:
     """Every stream of a mesh, including those of its buckets."""
     stores = (
         *(s.keys_bucket, s.pins_bucket, s.responses_bucket, s.answers_bucket),
-        *(s.secrets_bucket, s.catalog_bucket),
+        *(s.secrets_bucket, s.catalog_bucket, s.batches_bucket),
     )
-    return [*_startup_streams(s), *map(_kv, stores), _objects(s.model_store_bucket)]
+    objects = (s.model_store_bucket, s.files_bucket)
+    return [*_startup_streams(s), *map(_kv, stores), *map(_objects, objects)]
 
 
 def _kv(bucket: str) -> str:

@@ -155,6 +155,16 @@ class Subjects:
         return f"kvm-{self.namespace}-answers"
 
     @property
+    def files_bucket(self) -> str:
+        """The object store of files: the requests of batches and their results."""
+        return f"kvm-{self.namespace}-files"
+
+    @property
+    def batches_bucket(self) -> str:
+        """The bucket of batches, and of the descriptions of files."""
+        return f"kvm-{self.namespace}-batches"
+
+    @property
     def pins_bucket(self) -> str:
         return f"kvm-{self.namespace}-pins"
 

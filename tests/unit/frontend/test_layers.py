@@ -13,7 +13,7 @@ LAYERS = [
     {"service"},
     {"no_bus"},
     {"http", "prefork"},
-    {"sessions", "pooling"},
+    {"batches", "sessions", "pooling"},
     {"generation"},
     {"dispatch"},
     {"wake"},

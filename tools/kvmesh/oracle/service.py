@@ -17,6 +17,7 @@ from kvmesh.bus.messages import (
     MessageDecoder,
     Role,
     RouteEvent,
+    batch_classes,
 )
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.oracle import metrics
@@ -134,7 +135,7 @@ class OracleService:
     async def _answer(self, question: FleetQuestion, reply: Reply) -> None:
         began = time.monotonic()
         promised = {promise.request_class for promise in question.promises}
-        batch = frozenset(self._service.settings.router.batch_classes) - promised
+        batch = batch_classes(self._service.settings.router.batch_classes) - promised
         captured = self._window.requests(question.model, question.since, batch)
         found = await self._process.answer(question, captured)
         reply(found)

@@ -160,6 +160,7 @@ from kvmesh.bus.messages.planning import (
     Wake,
 )
 from kvmesh.bus.messages.routing import (
+    BATCH_CLASS,
     BATCH_PRIORITY,
     TAINT,
     Candidate,
@@ -188,6 +189,7 @@ from kvmesh.bus.messages.routing import (
     ShownAnswers,
     Thresholds,
     UnknownBase,
+    batch_classes,
     of_class,
 )
 from kvmesh.bus.messages.sequences import (
@@ -218,6 +220,7 @@ from kvmesh.bus.messages.work import (
 )
 
 __all__ = [
+    "BATCH_CLASS",
     "BATCH_PRIORITY",
     "CALL_REWRITTEN",
     "CLEARED",
@@ -404,6 +407,7 @@ __all__ = [
     "WorkReply",
     "adapter_identity",
     "adapter_name",
+    "batch_classes",
     "encode",
     "incompatible_models",
     "instance_number",

@@ -1,6 +1,6 @@
 """Overlap queries to the index, placement requests to routers, and routing decisions."""
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -99,6 +99,12 @@ class Hints(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 TAINT = "taint."  # before the name of a taint in a label
 BATCH_PRIORITY = -100  # of batch requests in engines, which compute them after all others
+BATCH_CLASS = "batch API"  # of requests of batches; with the space, no caller can name it
+
+
+def batch_classes(configured: Iterable[str]) -> frozenset[str]:
+    """The classes of batch requests: those of `router.batch_classes`, and that of the batch API."""
+    return frozenset((BATCH_CLASS, *configured))
 
 
 def of_class(hints: Hints, classes: Container[str]) -> bool:

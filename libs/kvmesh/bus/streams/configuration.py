@@ -280,11 +280,23 @@ def _buckets(bus: Bus) -> list[StreamSpec]:
 
 
 def _model_store(bus: Bus, limits: StreamLimits) -> StreamSpec:
-    bucket = bus.subjects.model_store_bucket
+    return object_store(
+        bus, bus.subjects.model_store_bucket, limits.models_bytes, "streams.models_bytes"
+    )
+
+
+def object_store(
+    bus: Bus, bucket: str, max_bytes: int, setting: str, max_age: float = 0.0
+) -> StreamSpec:
+    """An object store that refuses what exceeds `max_bytes`, the value of that setting.
+
+    It keeps its objects for `max_age` seconds; 0: until they are removed.
+    """
     config = StreamConfig(
         name=f"OBJ_{bucket}",
         subjects=[f"$O.{bucket}.C.>", f"$O.{bucket}.M.>"],
-        max_bytes=limits.models_bytes,
+        max_bytes=max_bytes,
+        max_age=max_age,
         discard=DiscardPolicy.NEW,
         allow_rollup_hdrs=True,
         allow_direct=False,
@@ -292,7 +304,7 @@ def _model_store(bus: Bus, limits: StreamLimits) -> StreamSpec:
         num_replicas=bus.options.replicas,
         duplicate_window=UNUSED_WINDOW_S,
     )
-    bound = {"max_bytes": (limits.models_bytes, "streams.models_bytes")}
+    bound = {"max_bytes": (max_bytes, setting)}
     return StreamSpec(
         config.name or "", {**bound, **replica_limit(bus)}, lambda: bus.js.add_stream(config)
     )

@@ -52,6 +52,8 @@ ONLY_COPIES = {
     "pins": "pins",
     "responses": "stored responses",
     "answers": "answers as they were generated",
+    "batches": "batches, and the names of files",
+    "files": "files and the results of batches",
     "catalog": "the names of uploaded models",
     "modelstore": "uploaded models",
     "route": "earlier decisions and outcomes",

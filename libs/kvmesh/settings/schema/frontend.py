@@ -20,6 +20,7 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
         "reuse_port metrics_tenants restart_wait_s wake_timeout_s max_waking "
         "prefill_timeout_s stall_timeout_s keepalive_s prepare_cache_bytes share_prefixes "
         "session_prompts_bytes speculative_tokens responses_bytes responses_tenant_share "
+        "files_bytes max_file_bytes files_ttl_s batch_in_flight tenant_batches "
         "answers_bytes stored_answers_bytes stored_answers_ttl_s body_timeout_s "
         "idle_timeout_s slow_reader_s"
     )
@@ -152,6 +153,26 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
     responses_tenant_share: Annotated[
         float, Meta(gt=0, le=1, description="largest share of that for one tenant")
     ] = 0.25
+    files_bytes: Annotated[
+        int,
+        Meta(
+            ge=1 << 20,
+            description="largest size of all files and results of batches, a quarter of it for one"
+            " tenant; NATS sets it aside when the first is stored",
+        ),
+    ] = 2 << 30
+    max_file_bytes: Annotated[
+        Count, Meta(description="largest file, or body with the requests of a batch")
+    ] = 200 << 20
+    files_ttl_s: Annotated[
+        Seconds, Meta(description="time for which files, batches and their results are kept")
+    ] = 30 * 86400.0
+    batch_in_flight: Annotated[
+        Count, Meta(description="requests of batches that one frontend serves at once")
+    ] = 1024
+    tenant_batches: Annotated[
+        Count, Meta(description="batches of one tenant that may be in progress")
+    ] = 100
     answers_bytes: Annotated[
         int,
         Meta(

@@ -129,8 +129,12 @@ class RouterSettings(Section, frozen=True, kw_only=True):
     ] = []
     batch_blocks_share: Annotated[
         float,
-        Meta(gt=0, le=1, description="share of a rank's blocks up to which batch requests start"),
-    ] = 0.1
+        Meta(
+            gt=0,
+            le=1,
+            description="share of a rank's blocks up to which batch requests start beside others",
+        ),
+    ] = 0.005
     batch_timeout_s: Annotated[
         Seconds, Meta(description="longest wait of a batch request for a placement")
     ] = 3600.0

@@ -20,6 +20,12 @@ requests = Counter(
 )
 active = Gauge("kvmesh_frontend_active_requests", "Requests being served now")
 websockets = Gauge("kvmesh_frontend_websockets", "Open WebSockets")
+batches = Gauge("kvmesh_frontend_batches", "Batches that this frontend executes")
+batch_requests = Counter(
+    "kvmesh_frontend_batch_requests",
+    "Requests of batches that were executed: succeeded, errored",
+    ["outcome"],
+)
 WAITING, GENERATING = "waiting", "generating"
 running = Gauge(
     "kvmesh_frontend_model_requests",

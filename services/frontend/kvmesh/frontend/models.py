@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from array import array
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
@@ -235,6 +235,16 @@ class ModelRegistry:
     def check(self, name: str) -> None:
         """Raise as `resolve` does if the name is unknown."""
         self.resolve(name)
+
+    def served_among(self, names: Iterable[str]) -> list[str]:
+        """Those of some names that `check` knows, sorted."""
+        found = []
+        for name in sorted(names):
+            with suppress(ModelNotFound):
+                with suppress(Unavailable):  # it is loading
+                    self.check(name)
+                found.append(name)
+        return found
 
     def resolve_for(
         self, request: GenerateRequest, sticky_key: Callable[[GenerateRequest], str]

@@ -28,6 +28,8 @@ from kvmesh.frontend.auth.admission import Admission
 from kvmesh.frontend.auth.authenticator import Authenticator, KeysError
 from kvmesh.frontend.auth.shared_limits import SharedLimits
 from kvmesh.frontend.auth.tenant_secret import LABEL, other_secrets, share_tenant_secret
+from kvmesh.frontend.batches.runner import BatchRunner
+from kvmesh.frontend.batches.store import BatchStore
 from kvmesh.frontend.dispatch.dispatcher import Dispatcher
 from kvmesh.frontend.dispatch.liveness import LivenessMonitor
 from kvmesh.frontend.dispatch.route_client import RouteClient
@@ -144,6 +146,15 @@ class FrontendService:
         self.preprocessor = Preprocessor(
             settings.prepare_cache_bytes, self._tenants, self.answers, settings.share_prefixes
         )
+        self.batches = BatchRunner(
+            service.instance,
+            BatchStore(service.bus, settings),
+            self.preprocessor.threads,
+            settings.batch_in_flight,
+            self.registry.served_among,
+            self._is_live,
+            lambda: not self.missing(),
+        )
         self.cache_api = CacheApi(
             service,
             self.registry,
@@ -184,6 +195,7 @@ class FrontendService:
             self.monitor.worker_left(card)
         if card.role is Role.FRONTEND:
             self.authenticator.accounts.remove_frontend(card.instance)
+            self.batches.look()
 
     def missing(self) -> list[str]:
         """Reasons why this frontend is not ready: roles that the mesh lacks, "nats", "permissions",
@@ -284,6 +296,7 @@ class FrontendService:
         """
         await runner.stop_listening()
         self.sockets.drain()
+        await self.batches.stop()  # other frontends go on with them
         clock, hurry = asyncio.get_running_loop().time, self._service.hurry
         used = clock()
         deadline = used + self._settings.drain_timeout_s
@@ -321,6 +334,7 @@ class FrontendService:
             self._service.bus.promptness,
             self._admission,
             self.background,
+            self.batches,
             ShadowTraffic(self.registry, self.preprocessor, runner),
             self._service.bus,
             self.cache_api.prefetcher,
@@ -364,6 +378,7 @@ async def main(service: Service) -> None:
         max_line_size=MAX_HEADER,
     )
     await runner.setup()
+    service.spawn(frontend.batches.run(), "batches")
     endpoint = await listen(runner, settings)
     card = Instance(
         instance=service.instance,

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from kvmesh.bus.messages import batch_classes
 from kvmesh.planner.core.options import PlanOptions
 from kvmesh.planner.core.pools import Pool, parse_pools
 from kvmesh.planner.core.promises import Promise, parse_promises, promises_of
@@ -82,7 +83,7 @@ def plan_options(
         manual_hold_s=settings.manual_hold_s,
         max_devices=inf if devices is None else devices,
         disagg_tokens=router.disagg_tokens,
-        batch_classes=frozenset(router.batch_classes),
+        batch_classes=batch_classes(router.batch_classes),
         oracle_budget_s=settings.oracle_budget_s,
     )
     return options, pools

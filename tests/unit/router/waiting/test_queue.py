@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from support.routing import BLOCK, entry, overlaps, request, sequence, worker
 
 from kvmesh.bus.messages import (
+    BATCH_CLASS,
     Decision,
     Hints,
     Placement,
@@ -468,7 +469,8 @@ def test_any_interleaving_conserves_requests_and_replicas_agree(
 
 
 def batches(*names: str, router: str = "r", **settings: Any) -> PlacementQueue:
-    return queue(*names, router=router, batch_classes=["batch"], **settings)
+    share = {"batch_blocks_share": 0.1}
+    return queue(*names, router=router, batch_classes=["batch"], **{**share, **settings})
 
 
 def batch(name: str, blocks: int = 10, **hints: Any) -> RouteRequest:
@@ -483,6 +485,34 @@ def test_a_batch_request_gets_room_that_nobody_needs() -> None:
     assert sorted(mesh.order) == ["1", "2"], "one prompt for each rank, and one rank stays free"
     prefill_done(mesh)
     assert sorted(mesh.order) == ["1", "2", "3"]
+
+
+def test_batch_requests_have_all_ranks_of_an_idle_fleet() -> None:
+    mesh = Replicas(batches("a", "b", "c"))
+    mesh.submit(prompt("0"), 0.0)
+    mesh.broadcast(1.0, SeqPrefilled("0"), SeqFree("0"))
+    for name in "123":
+        mesh.submit(batch(name, fair_class=BATCH_CLASS), 30.0)
+    mesh.replicas[0].expire(30.0)
+    mesh.place_ready(30.0)
+    assert mesh.order == ["0", "1", "2"]
+    mesh.replicas[0].expire(32.0)
+    mesh.place_ready(32.0)
+    assert mesh.order == ["0", "1", "2", "3"]
+
+
+def test_as_many_ranks_stay_free_as_others_have_needed_at_once() -> None:
+    mesh = Replicas(batches("a", "b", "c"))
+    for name in "01":
+        mesh.submit(prompt(name))
+    mesh.broadcast(1.0, *(event(name) for name in "01" for event in (SeqPrefilled, SeqFree)))
+    for name in "23":
+        mesh.submit(batch(name), 1.0)
+    mesh.place_ready(1.0)
+    assert mesh.order == ["0", "1", "2"]
+    mesh.broadcast(2.0, SeqPrefilled("2"))
+    mesh.place_ready(2.0)
+    assert mesh.order == ["0", "1", "2", "3"]
 
 
 def test_the_class_is_that_of_the_key_too() -> None:

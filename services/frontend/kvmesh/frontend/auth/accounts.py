@@ -287,6 +287,13 @@ class Accounts:
             raise ApiError("authentication", "The API key is not valid.", code="invalid_api_key")
         return account
 
+    def of_key(self, digest: str, clock: float) -> Account:
+        """The account of the key with this hash at Unix time `clock`; raises ApiError (401)."""
+        account = self._accounts.get(digest)
+        if account is None or _has_expired(account.key, account.key.sha256, clock):
+            raise ApiError("authentication", "The API key is gone.", code="invalid_api_key")
+        return account
+
     def receive(self, report: LimitUse, now: float, age: float) -> None:
         """Count another frontend's use; `age` of this frontend in seconds. Ignores unknown keys."""
         newer = report.age < age + SAME_START_S

@@ -95,6 +95,15 @@ class Authenticator:
         _check_utf8(headers)
         return self._authenticate(secrets_of(headers)) if self.requires_keys else None
 
+    def account_of(self, digest: str) -> Account | None:
+        """The account of the key with this hash, None without configured keys.
+
+        Raises ApiError (401) if the key is gone, or if there are keys now and were none before.
+        """
+        if not self.requires_keys:
+            return None
+        return self.accounts.of_key(digest, self._bus.clock.time(time.time()))
+
     def _authenticate(self, secrets: list[str]) -> Account:
         """The account of the first valid secret."""
         now = self._bus.clock.time(time.time())
@@ -103,16 +112,19 @@ class Authenticator:
                 return self.accounts.authenticate(secret, now)
         return self.accounts.authenticate(secrets[-1] if secrets else None, now)
 
-    def check_origin(self, method: str, headers: Mapping[str, str], allowed: bool = False) -> None:
+    def check_origin(
+        self, method: str, headers: Mapping[str, str], allowed: bool = False, forms: bool = False
+    ) -> None:
         """Raises ApiError (403, 415) for web pages of other origins, if loopback needs no key.
 
-        `allowed`: the settings allow pages of the request's origin.
+        `allowed`: the settings allow pages of the request's origin. `forms`: the request is one for
+        which clients send forms; browsers name the origin of those.
         """
         if not self._local or self.requires_keys:
             return
         if (fault := cross_origin_fault(method, headers, allowed)) is not None:
             raise ApiError("permission", fault, code="foreign_origin")
-        if not allowed and (fault := form_fault(method, headers)) is not None:
+        if not allowed and not forms and (fault := form_fault(method, headers)) is not None:
             raise ApiError("unsupported_media", fault, code="content_type")
 
     def tenant(self, headers: Mapping[str, str], account: Account | None) -> str:

@@ -17,6 +17,7 @@ from kvmesh.bus.messages import (
     Sampling,
     SeqFree,
     Work,
+    batch_classes,
     of_class,
     prefill_part,
 )
@@ -66,7 +67,7 @@ class Dispatcher:
         self._events = events
         self._waker = waker
         self._settings = settings
-        self._batch_classes = frozenset(router.batch_classes)
+        self._batch_classes = batch_classes(router.batch_classes)
         self._batch_timeout = router.batch_timeout_s
         self._suspects = Suspects()
         self._isolation = Isolation(self._suspects, lambda: workers.lost_at)

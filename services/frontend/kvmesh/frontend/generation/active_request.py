@@ -166,8 +166,8 @@ class ActiveRequest:
         if self.prepared.request.sampling.logprobs is not None:
             old.logprobs = [{} for _ in tokens]  # they are in the records; those of others follow
 
-    async def accepted(self, timeout: float) -> None:
-        """Return when workers have accepted every sequence, or after `timeout` seconds.
+    async def accepted(self, timeout: float | None) -> None:
+        """Return when workers have accepted every sequence, or after `timeout` seconds if given.
 
         Raises ApiError if no worker accepts one.
         """

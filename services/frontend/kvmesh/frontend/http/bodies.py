@@ -25,24 +25,32 @@ JSON = "application/json"
 
 
 async def read_body(
-    http: web.Request, settings: FrontendSettings, threads: FairThreads, owner: str
+    http: web.Request,
+    settings: FrontendSettings,
+    threads: FairThreads,
+    owner: str,
+    limit: int | None = None,
 ) -> bytes:
-    """The decoded body, without a byte order mark.
+    """The decoded body, without a byte order mark; `limit` replaces `max_body_bytes`.
 
     Raises ApiError if it is too large, too slow to arrive, or in a wrong coding.
     """
-    limit = settings.max_body_bytes
+    timeout_s = settings.body_timeout_s
+    if limit is None:
+        limit = settings.max_body_bytes
+    else:
+        timeout_s = upload_timeout_s(settings, limit)
     codings = http.headers.getall(hdrs.CONTENT_ENCODING, ())
     coding = coding_of(codings) if codings else None
     if (http.content_length or 0) > limit:
-        raise _too_large(limit)
+        raise too_large(limit)
     if http.content.is_eof():
         body = http.content.read_nowait()
     else:
-        await _invite(http)
-        body = await _receive(http.content, limit, settings.body_timeout_s)
+        await invite(http)
+        body = await _receive(http.content, limit, timeout_s)
     if len(body) > limit:
-        raise _too_large(limit)
+        raise too_large(limit)
     if coding is not None:
         body = await threads.run_steps(owner, decode_steps(body, coding, limit), at_once=False)
     if body.startswith(codecs.BOM_UTF8):
@@ -54,7 +62,13 @@ async def awaits_reader(_: web.Request) -> None:
     """Expect handler: a client that waits for leave to send gets it once its body is read."""
 
 
-async def _invite(http: web.Request) -> None:
+def upload_timeout_s(settings: FrontendSettings, limit: int) -> float:
+    """The longest time to receive `limit` bytes: in proportion to those of a body."""
+    return settings.body_timeout_s * max(1.0, limit / settings.max_body_bytes)
+
+
+async def invite(http: web.Request) -> None:
+    """Tell a client that waits for leave to send its body to do so."""
     if http.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
         await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         http.writer.output_size = 0  # the answer has not begun
@@ -87,7 +101,8 @@ def _parse_bounded(body: bytes, parse: Callable[[], T]) -> T:
     return parse()
 
 
-def _too_large(limit: int) -> ApiError:
+def too_large(limit: int) -> ApiError:
+    """The error for a body of more bytes."""
     return ApiError("too_large", f"The body is larger than {limit} bytes.")
 
 

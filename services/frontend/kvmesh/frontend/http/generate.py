@@ -10,6 +10,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import BATCH_CLASS
 from kvmesh.bus.promptness import Promptness
 from kvmesh.frontend import metrics
 from kvmesh.frontend.apis.base import (
@@ -18,18 +19,20 @@ from kvmesh.frontend.apis.base import (
     ApiCall,
     ConversationThread,
     Ending,
+    Headers,
     RequestStamp,
     Usage,
 )
 from kvmesh.frontend.apis.content.compaction import after_summary
 from kvmesh.frontend.auth.admission import Admission
 from kvmesh.frontend.auth.authenticator import Authenticator
+from kvmesh.frontend.batches.runner import BatchRunner
 from kvmesh.frontend.conversation import ConversationSummary, GenerateRequest
 from kvmesh.frontend.dispatch.route_client import Arrivals
-from kvmesh.frontend.errors import ApiError
+from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.frontend.failure_log import log_failure
 from kvmesh.frontend.generation.active_request import DISCARD, ActiveRequest, RequestRunner
-from kvmesh.frontend.http.bodies import JSON, LARGE, internal_error
+from kvmesh.frontend.http.bodies import JSON, LARGE, internal_error, parse_heavy
 from kvmesh.frontend.http.cache.prefetch import Prefetcher
 from kvmesh.frontend.http.cache.prompt_resolver import ResolvedPrompt
 from kvmesh.frontend.http.dynamo.annotations import annotations
@@ -47,6 +50,7 @@ from kvmesh.frontend.http.responses.history import StoredHistory
 from kvmesh.frontend.http.responses.log import EventRecord, RunHead, events
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.sse import AnswerStream, EventStream, StreamSupervisor
+from kvmesh.frontend.json_bounds import is_light
 from kvmesh.frontend.models import ModelRegistry, ServedModel
 from kvmesh.frontend.preprocess.conversation_key import first_message_key, sticky_key
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
@@ -78,6 +82,7 @@ class Dependencies:
     promptness: Promptness
     admission: Admission
     background: BackgroundResponses
+    batches: BatchRunner
     shadows: ShadowTraffic
     bus: Bus
     prefetcher: Prefetcher
@@ -129,6 +134,38 @@ class GenerateEndpoint:
 
         return counted
 
+    async def line(
+        self,
+        api: Api,
+        body: bytes,
+        headers: Headers,
+        stamp: RequestStamp,
+        caller: Caller,
+    ) -> bytes:
+        """The whole answer to a request of a batch; raises ApiError."""
+        threads = self._dependencies.preprocessor.threads
+
+        def parsed() -> ApiCall:
+            return api.parse(body, headers, stamp)
+
+        light = is_light(body)
+        call = parsed() if light else await parse_heavy(threads, caller.owner, body, parsed)
+        refused = {
+            "stream": call.request.stream,
+            "background": call.go_on is not None,
+            "generate": call.preload,
+        }
+        for name in (name for name, is_set in refused.items() if is_set):
+            raise InvalidRequest(f"`{name}`: not for requests of a batch.", name)
+        caller.bind(call.request, len(body), light)
+        # nothing is learned from it about agents
+        hints = replace(call.request.hints, fair_class=BATCH_CLASS, load_test=True)
+        call.request.hints = hints
+        answer = await self._answer(None, api, call, caller)
+        assert isinstance(answer, web.Response)
+        assert isinstance(answer.body, bytes)
+        return answer.body
+
     async def _answer(
         self,
         stream: AnswerStream | None,
@@ -151,6 +188,9 @@ class GenerateEndpoint:
             async with active:
                 if stream is not None:
                     return await self._stream(stream, api, active, call)
+                if caller.on_placed is not None:
+                    await active.accepted(None)
+                    caller.on_placed()
                 return await self._whole(active, call)
         finally:
             self._copy(caller, active)

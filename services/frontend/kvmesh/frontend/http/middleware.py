@@ -11,6 +11,7 @@ from kvmesh.frontend import metrics
 from kvmesh.frontend.auth.accounts import Account, AccountEntry, Scope
 from kvmesh.frontend.auth.admission import Admission
 from kvmesh.frontend.auth.authenticator import Authenticator
+from kvmesh.frontend.batches.forms import LineResult
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.generation.active_request import ActiveRequest
@@ -25,6 +26,8 @@ from kvmesh.tracing.span import NO_SPAN, TraceSpan
 from kvmesh.tracing.tracer import logged_as
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+UPLOAD = "file-upload"  # the route that takes a form
+LINE_METHOD = "BATCH"  # of the requests of batches, in logs
 SPAN = web.RequestKey("span", TraceSpan)
 
 
@@ -34,21 +37,29 @@ class Caller:
     `tenant` is the tag of its namespace, `started` the arrival on the loop's clock. `model` is a
     metric label: handlers set it once the model is known to be served. `request` is what it asks
     for once it is parsed, `shadows` are copies of it for other models, and `active` is the same
-    once it runs. `failed` is set if an error ended the response after its head.
+    once it runs. `failed` is set if an error ended the response after its head. `on_placed` is
+    called once workers have a request that is not streamed.
     """
 
-    def __init__(self, authenticator: Authenticator, http: web.Request, now: float) -> None:
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        headers: Mapping[str, str],
+        account: Account | None,
+        now: float,
+    ) -> None:
         self._authenticator = authenticator
-        self._headers = http.headers
+        self._headers = headers
         self.request: GenerateRequest | None = None
         self.active: ActiveRequest | PoolingRun | None = None
-        self.account: Account | None = authenticator.account(http.headers)
-        self.tenant = authenticator.tenant(http.headers, self.account)
+        self.account = account
+        self.tenant = authenticator.tenant(headers, account)
         self.started = now
         self.model = ""
         self.failed = False
         self._entry: AccountEntry | None = None
         self.shadows: list[GenerateRequest] = []
+        self.on_placed: Callable[[], None] | None = None
         self.outlived: asyncio.Future[Callable[[], None]] | None = None
 
     @property
@@ -152,23 +163,38 @@ class RequestMiddleware:
             return response
         finally:
             caller = request.get(CALLER)
-            model = caller.model if caller is not None else ""
-            _requests(route.name or "other", model, status).inc()
-            if caller is not None:
-                failed = caller.failed or (status >= 400 and status != CLIENT_CLOSED)
-                ended = asyncio.get_running_loop().time()
-                metrics.tenants.add(caller.key_tenant, model, TenantUse(1, int(failed)), ended)
+            _count(route.name or "other", caller, status)
             if self._access_log is not None and route.name != "metrics":
                 self._access_log(_entry(request, caller, status, began))
             if caller is not None:
                 caller.active = None  # else a cycle: it has the response, which has the request
 
+    def note_line(self, path: str, api: str, caller: Caller, result: LineResult) -> None:
+        """Count and log a request of a batch that has ended."""
+        _count(api, caller, result.status)
+        if self._access_log is not None:
+            total = round(asyncio.get_running_loop().time() - caller.started, 6)
+            entry = AccessEntry(
+                time=now(),
+                id=result.request_id,
+                method=LINE_METHOD,
+                path=path,
+                api=api,
+                status=result.status,
+                total=total,
+            )
+            _describe(entry, caller)
+            self._access_log(entry)
+        caller.active = None
+
     async def _admit(self, http: web.Request, handler: Handler) -> web.StreamResponse:
         pages = self._cross_origin
         allowed = pages is not None and pages.allows(http.headers.get(hdrs.ORIGIN))
-        self._authenticator.check_origin(http.method, http.headers, allowed)
+        uploads = http.match_info.route.name == UPLOAD
+        self._authenticator.check_origin(http.method, http.headers, allowed, uploads)
         now = asyncio.get_running_loop().time()
-        caller = http[CALLER] = Caller(self._authenticator, http, now)
+        account = self._authenticator.account(http.headers)
+        caller = http[CALLER] = Caller(self._authenticator, http.headers, account, now)
         if http.method == hdrs.METH_GET and http.match_info.route.name in self._id_prefixes:
             return await handler(http)  # opens a WebSocket: its requests are admitted
         share = caller.fair_class  # that of now: its key may change while the request runs
@@ -218,10 +244,23 @@ def _entry(http: web.Request, caller: Caller | None, status: int, began: float) 
         total=round(asyncio.get_running_loop().time() - began, 6),
     )
     if caller is not None:
-        if caller.request is not None:
-            entry.describe(caller.request)
-        elif caller.account is not None:
-            entry.key, entry.tenant = caller.account.key.name, caller.account.key.tenant or ""
-        if caller.active is not None:
-            entry.add_answer(caller.active)
+        _describe(entry, caller)
     return entry
+
+
+def _describe(entry: AccessEntry, caller: Caller) -> None:
+    if caller.request is not None:
+        entry.describe(caller.request)
+    elif caller.account is not None:
+        entry.key, entry.tenant = caller.account.key.name, caller.account.key.tenant or ""
+    if caller.active is not None:
+        entry.add_answer(caller.active)
+
+
+def _count(api: str, caller: Caller | None, status: int) -> None:
+    """Count a request that has ended."""
+    _requests(api, caller.model if caller is not None else "", status).inc()
+    if caller is not None:
+        failed = caller.failed or (status >= 400 and status != CLIENT_CLOSED)
+        use, ended = TenantUse(1, int(failed)), asyncio.get_running_loop().time()
+        metrics.tenants.add(caller.key_tenant, caller.model, use, ended)

@@ -33,6 +33,7 @@ from kvmesh.frontend.apis.responses.conversations import (
 )
 from kvmesh.frontend.apis.responses.tool_bodies import ResponsesToolBody
 from kvmesh.frontend.apis.tokens import DetokenizeBody, TokenizeBody
+from kvmesh.frontend.http.batches.endpoints import BatchBody, MessageBatchBody
 from kvmesh.frontend.http.bodies import JSON
 from kvmesh.frontend.http.dynamo.busy_threshold import BusyThresholdBody
 from kvmesh.runtime.service import VERSION
@@ -44,7 +45,7 @@ FAULTS = {
     "400": "invalid request; `param` names the field",
     "401": "missing or invalid API key",
     "403": "the API key does not permit this",
-    "404": "model, response, conversation, pin, prefetch, session or path not found",
+    "404": "model, response, conversation, file, batch, pin, prefetch, session or path not found",
     "405": "the path has other methods, which `Allow` lists",
     "413": "the body is too large",
     "415": "a content coding that `Accept-Encoding` does not list, or a form without API keys",
@@ -104,6 +105,25 @@ ENDPOINTS = [
     EndpointDescription("post", "/v1/rerank", "Rank documents for a query (Jina)", RerankBody),
     EndpointDescription("post", "/v2/rerank", "Rank documents for a query (Cohere)", RerankBody),
     EndpointDescription("post", "/v1/score", "Score pairs of texts (vLLM)", ScoreBody),
+    EndpointDescription("post", "/v1/files", "Upload a file (OpenAI): a form"),
+    EndpointDescription("get", "/v1/files", "List files"),
+    EndpointDescription("get", "/v1/files/{id}", "One file"),
+    EndpointDescription("delete", "/v1/files/{id}", "Delete a file"),
+    EndpointDescription("get", "/v1/files/{id}/content", "The bytes of a file"),
+    EndpointDescription("post", "/v1/batches", "Create a batch (OpenAI)", BatchBody),
+    EndpointDescription("get", "/v1/batches", "List batches"),
+    EndpointDescription("get", "/v1/batches/{id}", "One batch"),
+    EndpointDescription("post", "/v1/batches/{id}/cancel", "Cancel a batch"),
+    EndpointDescription(
+        "post", "/v1/messages/batches", "Create a batch of messages (Anthropic)", MessageBatchBody
+    ),
+    EndpointDescription("get", "/v1/messages/batches", "List batches of messages"),
+    EndpointDescription("get", "/v1/messages/batches/{id}", "One batch of messages"),
+    EndpointDescription("delete", "/v1/messages/batches/{id}", "Delete a batch of messages"),
+    EndpointDescription("post", "/v1/messages/batches/{id}/cancel", "Cancel a batch of messages"),
+    EndpointDescription(
+        "get", "/v1/messages/batches/{id}/results", "The results of a batch of messages"
+    ),
     EndpointDescription("post", "/v1/tokenize", "Tokenize a text or a conversation", TokenizeBody),
     EndpointDescription("post", "/v1/detokenize", "Text of token ids", DetokenizeBody),
     EndpointDescription(

@@ -13,6 +13,9 @@ from kvmesh.frontend.apis.responses.api import Compacting, InputTokens, Response
 from kvmesh.frontend.apis.tokens import Tokenize
 from kvmesh.frontend.http import request_id
 from kvmesh.frontend.http.access_log import AccessEntry
+from kvmesh.frontend.http.batches.endpoints import BatchEndpoints
+from kvmesh.frontend.http.batches.executor import LineExecutor
+from kvmesh.frontend.http.batches.files import FileEndpoints
 from kvmesh.frontend.http.bodies import awaits_reader
 from kvmesh.frontend.http.dynamo.busy_threshold import BusyThresholdEndpoints
 from kvmesh.frontend.http.endpoint import EndpointFactory
@@ -85,6 +88,8 @@ def application(
     information = InformationEndpoints(
         dependencies.registry, readiness, warnings, dependencies.authenticator
     )
+    files = FileEndpoints(endpoints, dependencies.batches.store, dependencies.settings)
+    batches = BatchEndpoints(endpoints, dependencies.batches, threads, dependencies.settings)
     description = Description()
     settings = dependencies.settings
     cross_origin = CrossOrigin(settings.cors_origins) if settings.cors_origins else None
@@ -99,6 +104,9 @@ def application(
         },
         access_log,
         cross_origin,
+    )
+    dependencies.batches.execute_with(
+        LineExecutor(generate, middleware, dependencies.authenticator, GENERATING)
     )
     socket = SocketEndpoint(generate, middleware, settings, threads, sockets)
     opening = web.get(RESPONSES, socket.open, name="responses", allow_head=False)
@@ -123,6 +131,8 @@ def application(
             web.post("/v1/detokenize", tokenize.detokenize(), name="detokenize"),
             *stored.routes,
             *conversations.routes,
+            *files.routes,
+            *batches.routes,
             *more,
             *busy.routes,
             web.get("/", root),

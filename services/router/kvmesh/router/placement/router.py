@@ -20,6 +20,7 @@ from kvmesh.bus.messages import (
     SeqFree,
     SeqPrefilled,
     ToolEvent,
+    batch_classes,
     of_class,
     prefill_part,
     prefilled_request,
@@ -63,7 +64,7 @@ class RouterCore:
         self._predicted = PredictedPrefixes(ttl, settings.sequence_ttl_s)
         self.prefills = RunningPrefills(settings.sequence_ttl_s)
         self.adapters = AdapterLoads(settings, self.table, self.prefills)
-        self._batch_classes = frozenset(settings.batch_classes)
+        self._batch_classes = batch_classes(settings.batch_classes)
         self.overlap_watch = OverlapWatch()
         self._gone_since: dict[str, float] = {}
         self.policies = PolicyRunner(settings, rng)

@@ -145,7 +145,7 @@ class PlacementQueue:
         self.common.apply(event)
         self._prefix.apply(event)
         self._held.apply(event)
-        self._batch.apply(event)
+        self._batch.apply(event, now)
         self.core.apply(event, now)
 
     def _end_earlier(self, event: SeqFree, now: float) -> None:
@@ -205,6 +205,7 @@ class PlacementQueue:
             self._order_loads(now, actions)
         self._held.forget_lost(self.core.active)
         self.common.expire(now)
+        self._batch.expire(now)
         for ticket in self.own_tickets:
             if ticket.deadline <= now:
                 actions.events += self.cancel(ticket.request.request).events
@@ -390,7 +391,10 @@ class PlacementQueue:
 
     def _commit(self, decision: Decision, now: float) -> list[SeqAdd]:
         self._rate.add(decision, now)
-        return self.core.commit(decision, now)
+        events = self.core.commit(decision, now)
+        for event in events:
+            self._batch.apply(event, now)
+        return events
 
     def _waits_for_prefix(
         self, ticket: Ticket, decision: Decision, now: float, actions: QueueActions

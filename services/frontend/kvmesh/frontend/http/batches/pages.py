@@ -1,0 +1,36 @@
+"""Pages of lists, in the form that both vendors' clients read. Pure."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvmesh.frontend.errors import InvalidRequest
+
+
+def page(
+    objects: Sequence[dict[str, Any]],
+    limit: int,
+    after: str | None = None,
+    before: str | None = None,
+) -> dict[str, Any]:
+    """At most `limit` objects: behind the one with the id `after`, or just ahead of `before`."""
+    ids = [each["id"] for each in objects]
+    for name in (after, before):
+        if name is not None and name not in ids:
+            raise InvalidRequest(f"No such object to begin a page at: '{name[:64]}'.", "after")
+    start, end = 0, len(ids)
+    if after is not None:
+        start = ids.index(after) + 1
+    if before is not None:
+        end = ids.index(before)
+        start = max(start, end - limit)
+        more = start > 0
+    else:
+        more = start + limit < end
+    shown = list(objects[start:end][:limit])
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": more,
+    }
