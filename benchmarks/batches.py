@@ -133,6 +133,7 @@ async def run(url: str, options: Any, report: Report) -> None:
     limit = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(url, connector=limit, timeout=timeout) as http:
+        await asyncio.gather(*(send(http, body) for body in bodies(load._replace(number=20), 1)))
         for number in range(options.rounds):
             few = load._replace(number=round(options.rate * options.seconds))
             found = await beside(http, few, options.seconds, 10 * number)
