@@ -84,11 +84,12 @@ async def until(
     return found
 
 
-async def idle(http: aiohttp.ClientSession, load: Load, seed: int) -> float:
+async def idle(http: aiohttp.ClientSession, load: Load, seed: int, quiet_s: float) -> float:
     """The throughput of a batch, as a share of that of the same requests sent at once."""
     began = time.monotonic()
     await asyncio.gather(*(send(http, body) for body in bodies(load, seed)))
     direct = time.monotonic() - began
+    await asyncio.sleep(quiet_s)
     batch = await begin(http, bodies(load, seed + 1))
     began = time.monotonic()
     await until(http, batch, lambda found: found["request_counts"]["completed"] == load.number)
@@ -132,15 +133,14 @@ async def run(url: str, options: Any, report: Report) -> None:
     limit = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(url, connector=limit, timeout=timeout) as http:
+        await asyncio.gather(*(send(http, body) for body in bodies(load._replace(number=20), 1)))
         for number in range(options.rounds):
-            # interactive requests first: a fleet counts as idle some time after the last one
             few = load._replace(number=round(options.rate * options.seconds))
             found = await beside(http, few, options.seconds, 10 * number)
             alone += found[0]
             both += found[1]
             done.append(found[2])
-            await asyncio.sleep(options.quiet)
-            shares.append(await idle(http, load, 10 * number + 5))
+            shares.append(await idle(http, load, 10 * number + 5, options.quiet))
     report.add_runs("batch, share of the direct throughput of an idle fleet", shares, "", "")
     report.add_runs("requests of a batch beside others", done, "1/s", "")
     for name in Times._fields:

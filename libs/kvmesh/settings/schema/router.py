@@ -134,7 +134,7 @@ class RouterSettings(Section, frozen=True, kw_only=True):
             le=1,
             description="share of a rank's blocks up to which batch requests start beside others",
         ),
-    ] = 0.005
+    ] = 0.001
     batch_timeout_s: Annotated[
         Seconds, Meta(description="longest wait of a batch request for a placement")
     ] = 3600.0

@@ -48,7 +48,7 @@ class BatchCounts(Struct, frozen=True, omit_defaults=True):
 
     def plus(self, outcome: Outcome, usage: Usage | None) -> "BatchCounts":
         """With one more request."""
-        added = {outcome: getattr(self, outcome) + 1}
+        added: dict[str, int] = {outcome: getattr(self, outcome) + 1}
         if usage is not None:
             for name in ("prompt", "cached", "output", "reasoning"):
                 added[name] = getattr(self, name) + getattr(usage, name)

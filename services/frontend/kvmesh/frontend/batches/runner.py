@@ -290,9 +290,10 @@ class _Run:
             raise
         await self._tasks.close()
         outcome = states.rest(self.batch, self._store.now)
-        for number in self._progress.rest if outcome is not None else ():
-            line = rest_line(self.batch, number, self._line(number).custom_id, outcome)
-            self._unstored.append(LineRecord(number, outcome, line))
+        if outcome is not None:
+            for number in self._progress.rest:
+                line = rest_line(self.batch, number, self._line(number).custom_id, outcome)
+                self._unstored.append(LineRecord(number, outcome, line))
         await self._patiently(self._sync)
 
     async def _pause(self, work: "asyncio.Task[None]") -> None:

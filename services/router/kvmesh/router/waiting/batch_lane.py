@@ -107,17 +107,19 @@ class BatchLane:
 
     def apply(self, event: SeqEvent, now: float) -> None:
         """Follow the requests in engines: their prompts, and whether any is no batch request."""
-        kind, name = type(event), event.request
-        if kind is SeqAdd and event.priority > BATCH_PRIORITY:
+        name = event.request
+        if type(event) is SeqAdd:
+            if event.priority <= BATCH_PRIORITY:
+                return
             self._others.add(name)
             self._computing.add(name)
             self._peak = max(self._peak, len(self._computing))
             self._others_at, self._idle = now, False
-        elif kind is SeqPrefilled or kind is SeqFree:
+        elif type(event) in (SeqPrefilled, SeqFree):
             self._prompts.pop(name, None)
             self._prompts.pop(prefill_part(name), None)
             self._computing.discard(name)
-            if kind is SeqFree and name in self._others:
+            if type(event) is SeqFree and name in self._others:
                 self._others.discard(name)
                 self._others_at = now
 
