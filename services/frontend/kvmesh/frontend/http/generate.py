@@ -180,8 +180,9 @@ class GenerateEndpoint:
                 return compacted
             prepared = compacted
         hooked = self._dependencies.session_hooks.begin(prepared)
-        run, account = self._dependencies.runner.run, caller.account
-        active = run(prepared, call.renderer, caller.started, stream or DISCARD, account)
+        active = self._dependencies.runner.run(
+            prepared, call.renderer, caller.started, stream or DISCARD, caller.account
+        )
         caller.active = active
         self._dependencies.arrivals.discard(caller)
         try:

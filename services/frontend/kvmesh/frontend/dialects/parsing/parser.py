@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache, cached_property
 from typing import NamedTuple
 
@@ -63,11 +62,12 @@ class StreamParser:
 
     def _run(self) -> Steps[None]:
         emitter = self._emitter
-        with suppress(Unfinished):
+        try:
             yield from self._read()
-        if emitter.attempting:
-            self._source.rewind()
-            emitter.write(self._source.text)
+        except Unfinished:
+            if emitter.attempting:
+                self._source.rewind()
+                emitter.write(self._source.text)
         emitter.finish()
 
     def _copy(self, stops: MarkerSet, kind: Delta) -> Steps[str | None]:
