@@ -266,7 +266,7 @@ async def test_a_batch_is_cancelled_at_another_frontend(stage: Stage) -> None:
 
 
 async def test_requests_wait_for_the_limits_of_their_key(stage: Stage) -> None:
-    async with stage.openai(0, "slow") as slow, stage.openai(1) as client:
+    async with stage.openai(1, "slow") as slow, stage.openai(0) as client:
         batch = await ended(client, (await begin(slow, lines(60, 1))).id)
         assert batch.request_counts is not None
         assert batch.request_counts.completed == 60
