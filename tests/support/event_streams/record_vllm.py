@@ -95,7 +95,7 @@ class Life:
         vectors = torch.full((len(tokens), 4), float(self.random.randrange(3)))
         are_tokens = [number % 40 < 8 for number in range(len(tokens))]
         key = self.random.choice(self.keys)
-        mixed = {"prompt_embeds": vectors, "prompt_is_token_ids": are_tokens}
+        mixed: dict[str, Any] = {"prompt_embeds": vectors, "prompt_is_token_ids": are_tokens}
         return [
             self.cache.request(None, key, prompt_embeds=vectors),
             self.cache.request(tokens, key, **mixed),
