@@ -24,7 +24,7 @@ class ChunkResult(Enum):
     GAP = "gap"
 
 
-class Flag:
+class TaskEvent:
     """An `asyncio.Event` for one task that waits at a time, in a fifth of the memory."""
 
     __slots__ = ("_set", "_waiter")
@@ -137,8 +137,8 @@ class TokenStream:
         self.engine_done = False
         self.redirected = False
         self.span: TraceSpan = NO_SPAN
-        self.started = Flag()
-        self.ended = Flag()
+        self.started = TaskEvent()
+        self.ended = TaskEvent()
 
     def next_attempt(self) -> None:
         """Begin an attempt under a new id, so that messages of earlier ones are ignored."""
