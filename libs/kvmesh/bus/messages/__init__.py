@@ -83,6 +83,7 @@ from kvmesh.bus.messages.discovery import (
     StartSource,
     WeightOffer,
     WeightQuery,
+    WorkerState,
     instance_number,
 )
 from kvmesh.bus.messages.frontends import (
@@ -394,6 +395,7 @@ __all__ = [
     "WeightQuery",
     "Work",
     "WorkReply",
+    "WorkerState",
     "adapter_identity",
     "adapter_name",
     "encode",
