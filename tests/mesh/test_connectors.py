@@ -1,7 +1,7 @@
 """The behaviour of all connectors to places where workers run."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,6 @@ from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
 from kvmesh.planner.connectors.interface import Connector, ConnectorError
-from kvmesh.planner.fleet_driver import FleetDriver
-from kvmesh.runtime.warnings import Warnings
 
 KINDS = ("deployment", "statefulset", "leaderworkerset")
 
@@ -111,40 +109,6 @@ async def test_the_last_worker_of_the_state_ends_next(place: Place, connector: C
     names = (await connector.state())["east"].workers
     await connector.scale({"east": 2})
     assert names[:2] == () or set(await place.running("east")) == set(names[:2])
-
-
-async def test_workers_that_wait_run_beside_those_that_serve(
-    place: Place, connector: Connector
-) -> None:
-    """Every place can park: it runs more workers, and knows no difference."""
-    driver = FleetDriver(connector, Warnings(), advisory=False, parked={"east": 1, "west": 1})
-    driver.sleepers["east"] = 1
-
-    async def serving() -> dict[str, int]:
-        found = await driver.state()
-        assert found is not None
-        return {pool: state.wanted for pool, state in found.items()}
-
-    async def change(pools: dict[str, int], stop: Sequence[str] = ()) -> None:
-        driver.start_change(pools, stop)
-        await eventually(lambda: not driver.changing)
-        assert not driver.failed
-
-    assert await serving() == {"east": 0, "west": 1}
-    await change({"east": 2, "west": 2})
-    assert await serving() == {"east": 2, "west": 2}
-    assert [len(await place.running(pool)) for pool in ("east", "west")] == [4, 3]
-    names = (await connector.state())["east"].workers
-    await change({"east": 1}, names[:1] if connector.chooses else ())
-    assert len(await place.running("east")) == 3
-    if connector.chooses:
-        assert names[0] not in await place.running("east")
-    driver.sleepers["east"] = 2  # one falls asleep instead of being stopped
-    changes = place.changes
-    await change({"east": 0})
-    assert place.changes == changes
-    assert await serving() == {"east": 0, "west": 2}
-    await driver.close()
 
 
 async def test_a_change_by_hand_is_seen_and_reverted(place: Place, connector: Connector) -> None:

@@ -33,7 +33,7 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.settings.schema import WorkerSettings
 from kvmesh.worker.engine import EngineConfigError, EngineError
-from kvmesh.worker.lives.parking import wait_parked
+from kvmesh.worker.lifecycle.standby import Standby
 from kvmesh.worker.model_card import parked_card
 from kvmesh.worker.start.report import StartReport
 from kvmesh.worker.start.timeline import StartTimeline
@@ -71,8 +71,8 @@ class Parked:
     async def wait(self) -> bool:
         card = parked_card(WorkerSettings(), "m", INSTANCE, "w")
         with StartReport(self.bus, INSTANCE, "m", "mock", self.timeline) as report:
-            return await wait_parked(
-                self.bus, self.engine, card, self.limits, report, self.stopping
+            return await Standby(self.bus, self.limits, self.stopping).park(
+                self.engine, card, report
             )
 
     async def command(self, command: Control) -> ControlReply:

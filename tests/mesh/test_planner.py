@@ -197,17 +197,6 @@ async def test_a_change_by_hand_is_respected_for_a_while(
     assert any("east 1 → 2" in reason for reason in reasons)
 
 
-async def test_a_pool_set_by_hand_stays_so(planners: Planners, place: BusPlace) -> None:
-    await planners.start(KVMESH_PLANNER_MANUAL_HOLD_S="3600")
-    await planners.decides()
-    await place.set("east", 5)
-    await eventually(lambda: "pool east was set to 5 by hand" in planners.log())
-    await set_least(planners, 6)
-    await planners.decides(4)
-    await runs(place, 5)
-    assert wanted(planners) == 5
-
-
 async def test_a_planner_outlives_its_nats_server(
     planners: Planners, place: BusPlace, nats_server: NatsServer
 ) -> None:
@@ -428,37 +417,6 @@ async def test_a_planner_waits_for_an_operator(planners: Planners, bus: Bus) -> 
 
 
 # workers and models
-
-
-async def test_a_worker_of_no_pool_is_left_alone(
-    planners: Planners, place: BusPlace, bus: Bus, limits: StreamLimits
-) -> None:
-    await planners.start(KVMESH_PLANNER_POOLS=f"east:model={MODEL},max=6")
-    async with scripted_worker(bus, limits, "worker-9", served="other"):
-        await eventually(lambda: "worker worker-9 belongs to no pool" in planners.log())
-        await eventually(lambda: "no pool of the planner serves other" in planners.warnings())
-        await planners.decides(3)
-    assert planners.log().count("belongs to no pool") == 1
-    assert wanted(planners) == 1
-    assert {name for name in planners.metrics() if 'model="other"' in name} == set()
-
-
-async def test_a_pool_serves_one_model(
-    planners: Planners, place: BusPlace, bus: Bus, limits: StreamLimits
-) -> None:
-    await planners.start()
-    await planners.decides()
-    async with (
-        scripted_worker(bus, limits, "worker-8", served="second"),
-        scripted_worker(bus, limits, "worker-9", served="third"),
-    ):
-        await eventually(lambda: planners.warnings().count("is not planned") == 2)
-        for model in ("second", "third"):
-            await route(bus, 3, model)
-        await planners.decides(3)
-    assert planners.log().count("is not planned, since pool east") == 2
-    assert wanted(planners) == 1
-    assert (await place.running("east")) == ["east-0"]
 
 
 async def test_unreadable_entries_and_messages_are_ignored(

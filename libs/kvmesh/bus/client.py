@@ -539,6 +539,14 @@ def returning(function: Callable[[T], object]) -> Callable[[T, Reply], None]:
     return handler
 
 
+def _is_handled_refusal(bus: Bus, text: str) -> bool:
+    refused = violation(text)
+    if refused is None:
+        return False
+    failed = refused.publish and bus.client.fail_denied(refused.subject)
+    return bus.refusals.note(refused) or failed
+
+
 async def _connect_with_retries(bus: Bus, name: str, login: Login, first: FirstConnection) -> None:
     while True:
         try:
@@ -558,12 +566,8 @@ async def _connect(bus: Bus, name: str, login: Login, first: FirstConnection) ->
     async def on_error(error: Exception) -> None:
         nonlocal last_error, broken_by
         text = cause(error)
-        if first.failed(error):
+        if first.failed(error) or _is_handled_refusal(bus, text):
             return
-        if (refused := violation(text)) is not None:
-            failed = refused.publish and client.fail_denied(refused.subject)
-            if bus.refusals.note(refused) or failed:
-                return
         text = text.removeprefix("nats: ")
         if isinstance(error, LoginRefused):
             if not bus.was_connected:

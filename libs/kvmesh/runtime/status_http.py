@@ -50,12 +50,12 @@ async def serve_metrics(
     port: int,
     ready: Callable[[], bool],
     warnings: Warnings,
-    rests: Callable[[], str] = lambda: "",
+    standby: Callable[[], str] = lambda: "",
 ) -> web.AppRunner | None:
     """Listen on the address of `process`, unless the port is 0; `/health` is 503 until `ready()`
     and while the NATS server refuses a subject.
 
-    A process that `rests` does what it should, too; the text is its status then. Raises StartError
+    A process on `standby` does what it should, too; the text is its status then. Raises StartError
     if the port is unavailable.
     """
     host = process.metrics_host
@@ -66,9 +66,9 @@ async def serve_metrics(
         return render_metrics(request)
 
     async def health(_: web.Request) -> web.Response:
-        rest = rests()
-        ok = (bool(rest) or ready()) and not warnings.refused
-        state = "refused" if warnings.refused else rest or ("ok" if ok else "starting")
+        waits = standby()
+        ok = (bool(waits) or ready()) and not warnings.refused
+        state = "refused" if warnings.refused else waits or ("ok" if ok else "starting")
         body = with_warnings({"status": state}, warnings)
         return web.json_response(body, status=200 if ok else 503)
 

@@ -4,10 +4,9 @@ from support.layers import imports_of, modules_of, upward_imports
 
 LAYERS = [
     ["service"],
-    [
-        *("fleet_driver", "homes", "idle_models", "leadership", "models", "oracle_client"),
-        *("promotions", "record", "role_driver"),
-    ],
+    ["fleet_driver", "fleet_planner", "idle_models", "leadership", "oracle_client"],
+    ["models", "record", "worker_commands"],
+    ["actions", "assignment"],
     ["metrics", "connectors", "config"],
     ["profiles"],
     ["core"],
@@ -23,5 +22,6 @@ def test_imports_only_point_downwards() -> None:
 
 
 def test_decisions_have_no_event_loop_and_no_clock() -> None:
-    pure = ["core", "capacity", "prediction", "config"]
+    pure = ["core", "capacity", "prediction", "config", "fleet_planner", "models", "actions"]
+    pure += ["assignment", "record"]
     assert imports_of("planner", pure, ["asyncio", "datetime", "threading", "time"]) == []

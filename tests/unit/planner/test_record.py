@@ -4,6 +4,7 @@ import msgspec
 from support.planned_model import PlannedModel, outcome, wait
 
 from kvmesh.bus.messages import ScalingDecision
+from kvmesh.planner.actions import Decided
 from kvmesh.planner.core.promises import Promise
 from kvmesh.planner.record import scaling_decision
 
@@ -20,9 +21,9 @@ def test_a_record_of_a_growing_model() -> None:
         model.request(request_class="batch", at=model.now - number / 100)
     model.now += 10
     plan = core.decide(model.now)
-    record = scaling_decision(core, plan, before, "m", "p-1", model.now)
+    decided = Decided("m", plan, before, True, True)
+    record = scaling_decision(core, decided, "p-1", model.now)
     pool = record.pools["workers"]
-    assert record.changed is (plan.wanted != before)
     assert record.changed
     assert (pool.ready, pool.before, pool.wanted) == (1, before["workers"], plan.wanted["workers"])
     assert pool.starting == pool.wanted - pool.ready
@@ -49,7 +50,7 @@ def test_a_record_without_any_message() -> None:
     model = PlannedModel("workers:min=0")
     model.core.on_route(outcome("unknown", model.now), model.now)
     plan = model.core.decide(model.now)
-    record = scaling_decision(model.core, plan, {}, "m", "p-1", model.now)
+    record = scaling_decision(model.core, Decided("m", plan, {}, False, True), "p-1", model.now)
     assert (record.kept, record.candidates, record.stop, record.cost) == ({}, [], [], 0.0)
     assert record.pools["workers"].wanted == 0
 
@@ -61,7 +62,7 @@ def test_a_clock_that_is_set_back_changes_the_time_of_the_record_only() -> None:
     model.core.on_sequence(wait("w", model.now))
     model.now -= 50_000
     plan = model.core.decide(model.now)
-    record = scaling_decision(model.core, plan, {}, "m", "p-1", model.now)
+    record = scaling_decision(model.core, Decided("m", plan, {}, False, True), "p-1", model.now)
     assert record.time == model.now
     assert 0 <= record.signals["oldest_wait_s"] < 60
     assert len(record.kept) == 1

@@ -4,6 +4,7 @@ import pytest
 from support.planned_model import PlannedModel
 
 from kvmesh.bus.messages import PoolPlan
+from kvmesh.planner.actions import Decided
 from kvmesh.planner.record import scaling_decision
 
 HOLD_S = 900.0
@@ -12,7 +13,8 @@ POOLS = "workers:max=16"
 
 def recorded(made: PlannedModel) -> dict[str, PoolPlan]:
     plan = made.decide()
-    return scaling_decision(made.core, plan, made.wanted, "m", "p-1", made.now).pools
+    decided = Decided("m", plan, made.wanted, False, True)
+    return scaling_decision(made.core, decided, "p-1", made.now).pools
 
 
 def successor(before: PlannedModel, wanted: int, later: float = 10.0) -> PlannedModel:

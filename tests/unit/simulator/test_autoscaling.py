@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from kvmesh.bus.messages import Decision, Instance, Load, RouteEvent, SeqAdd, SeqEvent
+from kvmesh.bus.messages import Decision, Instance, Load, RouteEvent, SeqAdd, SeqEvent, WorkerState
 from kvmesh.planner.core.options import PlanOptions
 from kvmesh.planner.core.pools import Pool
 from kvmesh.planner.core.promises import Promise
@@ -61,11 +61,14 @@ class Script:
     gone: list[str] = field(default_factory=list)
     wanted: list[list[int]] = field(default_factory=list)
 
-    def joined(self, card: Instance, group: int, now: float) -> None:
-        self.cards.append((now, card.instance, group, card.draining))
+    def on_worker(self, card: Instance, state: WorkerState, group: int, now: float) -> None:
+        if state is WorkerState.GONE:
+            self.gone.append(card.instance)
+        else:
+            self.cards.append((now, card.instance, group, card.draining))
 
-    def left(self, card: Instance) -> None:
-        self.gone.append(card.instance)
+    def promote(self, now: float) -> list[str]:
+        return []
 
     def on_loads(self, loads: list[Load], now: float) -> None:
         self.seen += loads
@@ -76,11 +79,10 @@ class Script:
     def on_route(self, event: RouteEvent, now: float) -> None:
         self.seen.append(event)
 
-    def decide(self, now: float, wanted: Sequence[int]) -> FleetTarget | None:
+    def decide(self, now: float, wanted: Sequence[int]) -> FleetTarget:
         self.wanted.append(list(wanted))
-        if self.steps and now >= self.steps[0][0]:
-            return FleetTarget(self.steps.pop(0)[1], self.stop)
-        return None
+        due = self.steps and now >= self.steps[0][0]
+        return FleetTarget(self.steps.pop(0)[1] if due else list(wanted), self.stop)
 
 
 def scripted(script: Script, *workers: WorkerOptions, **more: object) -> Simulation:
@@ -228,7 +230,7 @@ def test_sleeping_workers_wake_for_the_next_burst() -> None:
     record = simulation.fleet.record
     assert record.waited_s > 0
     assert record.promotions > 0
-    assert planner.core.sleepers["p"] <= 8
+    assert planner.core.asleep["p"] <= 8
     slept = [instance for _, plan in planner.plans for instance in plan.sleep]
     assert slept
     assert len(simulation.fleet.wanted) == 1

@@ -48,10 +48,10 @@ ALLOWED = {
         *("control", "enginecore", "health", "lora", "model_card", "requests"),
         *("roles", "start"),
     },
-    "lives": {"health", "lora", "model_card", "node", "requests", "start", *CONTRACT},
+    "lifecycle": {"health", "lora", "model_card", "node", "requests", "start", *CONTRACT},
     "weights": {"compiled", "model_card", "model_folder", "requests"},
     "service": {
-        *("compiled", "engine", "lives", "metrics", "model_card", "model_folder", "models"),
+        *("compiled", "engine", "lifecycle", "metrics", "model_card", "model_folder", "models"),
         *("start", "weights"),
     },
 }

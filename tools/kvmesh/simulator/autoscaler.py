@@ -1,24 +1,26 @@
 """The interface of autoscalers of a simulated fleet."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from kvmesh.bus.messages import Instance, Load, RouteEvent, SeqEvent
+from kvmesh.bus.messages import Instance, Load, RouteEvent, SeqEvent, WorkerState
 
 
 @dataclass(frozen=True)
 class FleetTarget:
-    """Workers wanted per group, and instances to stop first where a group shrinks.
+    """Workers wanted per group, those on standby included, and changes of single instances.
 
-    `switches` are instances that join another group before, with the role of that group. Those of
-    `sleep` wait, once their requests have ended, and count as workers of their group still.
+    `stop` are to be stopped first where a group shrinks. `switches` get the role of another group,
+    and count in their own. Those of `standby` wait once their requests have ended: they sleep if
+    True, else they start anew. Those of `promote` serve again.
     """
 
-    counts: Sequence[int]
-    stop: Sequence[str] = ()
-    switches: Mapping[str, int] = field(default_factory=dict)
-    sleep: Sequence[str] = ()
+    counts: list[int]
+    stop: list[str] = field(default_factory=list)
+    switches: dict[str, int] = field(default_factory=dict)
+    standby: dict[str, bool] = field(default_factory=dict)
+    promote: list[str] = field(default_factory=list)
 
 
 class Autoscaler(Protocol):
@@ -29,12 +31,8 @@ class Autoscaler(Protocol):
 
     interval_s: float
 
-    def joined(self, card: Instance, group: int, now: float) -> None:
-        """A worker is ready, or has begun to drain."""
-        ...
-
-    def left(self, card: Instance) -> None:
-        """A worker has left."""
+    def on_worker(self, card: Instance, state: WorkerState, group: int, now: float) -> None:
+        """A worker, which serves as those of `group`, has come into a state."""
         ...
 
     def on_loads(self, loads: list[Load], now: float) -> None: ...
@@ -43,27 +41,10 @@ class Autoscaler(Protocol):
 
     def on_route(self, event: RouteEvent, now: float) -> None: ...
 
-    def decide(self, now: float, wanted: Sequence[int]) -> FleetTarget | None:
-        """The fleet to have; `wanted` are ready and starting workers per group. None: no change."""
-        ...
-
-
-@runtime_checkable
-class PromotingAutoscaler(Autoscaler, Protocol):
-    """Autoscaler that has workers promoted; in groups where some wait, counts include those."""
-
-    def parked(self, card: Instance, group: int, now: float) -> None:
-        """A worker waits, parked or asleep."""
-        ...
-
-    def unparked(self, instance: str) -> None:
-        """A worker waits no longer."""
-        ...
-
     def promote(self, now: float) -> list[str]:
-        """The instances to promote now."""
+        """The instances on standby to promote now, since others have left or are missing."""
         ...
 
-    def surplus(self, now: float) -> list[tuple[str, bool]]:
-        """Ready workers that are too many: each is to sleep, or to park after another start."""
+    def decide(self, now: float, wanted: Sequence[int]) -> FleetTarget:
+        """The fleet to have; `wanted` are the workers of each group, with those that start."""
         ...

@@ -72,7 +72,7 @@ class FleetControl:
         self._starting: list[list[int]] = [[] for _ in groups]
         self._waiting: list[dict[str, float]] = [{} for _ in groups]  # since when
         self._promoting: list[dict[str, float]] = [{} for _ in groups]
-        self._dozing: dict[str, tuple[int, bool]] = {}  # the group, and if it sleeps or restarts
+        self._to_standby: dict[str, tuple[int, bool]] = {}  # the group, and if it sleeps
         self._cancelled: set[int] = set()
         self._begun_at: dict[int, float] = {}
         self._number = 0
@@ -80,10 +80,10 @@ class FleetControl:
     @property
     def wanted(self) -> list[int]:
         """The workers of each group, with those that start or wait."""
-        dozing = [group for group, _ in self._dozing.values()]
+        draining = [group for group, _ in self._to_standby.values()]
         every = (self._workers, self._starting, self._waiting, self._promoting)
         return [
-            sum(len(each[group]) for each in every) + dozing.count(group)
+            sum(len(each[group]) for each in every) + draining.count(group)
             for group in range(len(self._costs))
         ]
 
@@ -92,26 +92,26 @@ class FleetControl:
         self.record.began[worker.instance] = began
         self._sample()
 
-    def leaving(self, worker: SimulatedWorker) -> None:
-        """A worker takes no more requests; it may still finish some."""
-        for ready in self._workers:
-            if worker in ready:
-                ready.remove(worker)
+    def leaving(self, worker: SimulatedWorker) -> int:
+        """A worker takes no more requests, and may still finish some; returns its group."""
+        group = next(g for g, ready in enumerate(self._workers) if worker in ready)
+        self._workers[group].remove(worker)
         self._sample()
+        return group
 
     def removed(self, instance: str, group: int) -> None:
-        """Add a worker's time to the totals; one that dozed off waits now, or starts again."""
+        """Add a worker's time to the totals; one that is to wait does now, or starts again."""
         began = self.record.began.pop(instance, None)
         if began is not None:
             self._account(group, began)
-        if (dozing := self._dozing.pop(instance, None)) is not None:
-            if dozing[1]:
-                self._wait(dozing[0], instance)
+        if (draining := self._to_standby.pop(instance, None)) is not None:
+            if draining[1]:
+                self._wait(draining[0], instance)
             else:
-                self._begin(dozing[0])
+                self._begin(draining[0])
             self._sample()
 
-    def doze(self, instance: str, sleeps: bool) -> None:
+    def _stand_by(self, instance: str, sleeps: bool) -> None:
         """Have a worker wait once its requests have ended, after another start unless it `sleeps`.
 
         An instance that does not serve is ignored.
@@ -119,7 +119,7 @@ class FleetControl:
         for group, ready in enumerate(self._workers):
             worker = next((each for each in ready if each.instance == instance), None)
             if worker is not None:
-                self._dozing[instance] = group, sleeps
+                self._to_standby[instance] = group, sleeps
                 self._hooks.drain(worker)
                 return
 
@@ -158,10 +158,16 @@ class FleetControl:
         self.record.cost_s += seconds * self._costs[group]
 
     def apply(self, target: FleetTarget) -> None:
+        if target.switches or target.standby or target.counts != self.wanted:
+            self._resize(target)
+        for instance in target.promote:
+            self.promote(instance)
+
+    def _resize(self, target: FleetTarget) -> None:
         for instance, group in target.switches.items():
-            self._move(instance, group)
-        for instance in target.sleep:
-            self.doze(instance, sleeps=True)
+            self._switch(instance, group)
+        for instance, sleeps in target.standby.items():
+            self._stand_by(instance, sleeps)
         for group, count in enumerate(target.counts):
             have = self.wanted[group]
             if count > have:
@@ -170,15 +176,14 @@ class FleetControl:
                     self._begin(group)
             elif count < have:
                 self.record.downs += 1
-                self._shrink(group, have - count, target.stop)
+                self._shrink(group, have - count, target)
         self._sample()
 
-    def _move(self, instance: str, group: int) -> None:
-        before = next((w for w in self._workers if any(e.instance == instance for e in w)), None)
-        if before is not None:
-            worker = next(each for each in before if each.instance == instance)
-            before.remove(worker)
-            self._workers[group].append(worker)
+    def _switch(self, instance: str, group: int) -> None:
+        """Give a worker the role of another group; it counts in its own."""
+        ready = (worker for each in self._workers for worker in each)
+        worker = next((each for each in ready if each.instance == instance), None)
+        if worker is not None:
             self._hooks.switch(worker, group)
             self.record.switches += 1
 
@@ -213,13 +218,13 @@ class FleetControl:
         began = self._promoting[group].pop(instance)
         self.joined(group, self._hooks.wake(instance, self._promotion_s), began)
 
-    def _shrink(self, group: int, count: int, stop: Sequence[str]) -> None:
+    def _shrink(self, group: int, count: int, target: FleetTarget) -> None:
         """Stop workers that start, then those named first, then the least busy.
 
         Where workers park, those that start are not to serve soon: the named ones come first.
         """
         if self._parks[group]:
-            named = [w for w in self._workers[group] if w.instance in stop][:count]
+            named = [w for w in self._workers[group] if w.instance in target.stop][:count]
             for worker in named:
                 self._hooks.drain(worker)
             count -= len(named)
@@ -230,9 +235,9 @@ class FleetControl:
             self._account_start(group, number)
             count -= 1
         if self._parks[group]:
-            self._end_waiting(group, count)
+            self._end_waiting(group, count, target.promote)
             return
-        order = {instance: position for position, instance in enumerate(stop)}
+        order = {instance: position for position, instance in enumerate(target.stop)}
         ready = sorted(
             self._workers[group],
             key=lambda w: (order.get(w.instance, len(order)), len(w.core.scheduler.live)),
@@ -240,8 +245,9 @@ class FleetControl:
         for worker in ready[:count]:
             self._hooks.drain(worker)
 
-    def _end_waiting(self, group: int, count: int) -> None:
-        for instance in list(self._waiting[group])[:count]:
+    def _end_waiting(self, group: int, count: int, promoted: Sequence[str]) -> None:
+        waiting = [instance for instance in self._waiting[group] if instance not in promoted]
+        for instance in waiting[:count]:
             self.record.waited_s += self._clock.now - self._waiting[group].pop(instance)
             self._hooks.unpark(instance)
 

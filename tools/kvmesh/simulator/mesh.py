@@ -12,6 +12,7 @@ from msgspec.structs import replace as replace_card
 from kvmesh.bus.messages import (
     Decision,
     Hints,
+    Instance,
     Outcome,
     Placement,
     ReturnForecast,
@@ -21,11 +22,11 @@ from kvmesh.bus.messages import (
     SeqFree,
     SeqPrefilled,
     SeqProgress,
+    WorkerState,
 )
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.waiting.ticket import Ticket
 from kvmesh.simulator.active_round import ActiveRound, output_limit
-from kvmesh.simulator.autoscaler import PromotingAutoscaler
 from kvmesh.simulator.cache_accounting import CacheAccounting
 from kvmesh.simulator.clients.harness import Harness
 from kvmesh.simulator.clients.speculation import SpeculatingFrontends
@@ -78,7 +79,7 @@ class Simulation:
         self._max_tokens = max(group.core.blocks for group in options.workers) * self._block_size
         self._incarnations: dict[int, int] = {}
         self._groups: dict[int, int] = {}
-        self._parked: dict[str, int] = {}
+        self._parked: dict[str, Instance] = {}
         self._remaining = ceil(len(workload) * options.ended_share)
         if not self._remaining:
             self.clock.stop()
@@ -160,17 +161,19 @@ class Simulation:
     def _scale(self) -> None:
         """Let the autoscaler decide."""
         assert self._autoscaler is not None
-        target = self._autoscaler.decide(self.clock.now, self.fleet.wanted)
-        if target is not None:
-            self.fleet.apply(target)
-        if isinstance(self._autoscaler, PromotingAutoscaler):
-            for instance, sleeps in self._autoscaler.surplus(self.clock.now):
-                self.fleet.doze(instance, sleeps)
-        self._promote()
+        self.fleet.apply(self._autoscaler.decide(self.clock.now, self.fleet.wanted))
         self.clock.after(self._autoscaler.interval_s, self._scale)
 
+    def _tell(self, card: Instance, state: WorkerState, group: int) -> None:
+        """Tell the autoscaler of a worker, for which one on standby may be promoted."""
+        if self._autoscaler is None:
+            return
+        self._autoscaler.on_worker(card, state, group, self.clock.now)
+        if state in (WorkerState.DRAINING, WorkerState.STANDBY):
+            self.clock.after(0.0, self._promote)
+
     def _promote(self) -> None:
-        if isinstance(self._autoscaler, PromotingAutoscaler):
+        if self._autoscaler is not None:
             for instance in self._autoscaler.promote(self.clock.now):
                 self.fleet.promote(instance)
 
@@ -185,25 +188,22 @@ class Simulation:
 
     def _park(self, group: int, asleep: str) -> str:
         """Let a worker wait, that which was instance `asleep` or a new one; its next instance."""
-        number = int(asleep.partition(".")[0].rpartition("-")[2]) if asleep else None
-        number = self._new_number(group) if number is None else number
+        number = _number_of(asleep) if asleep else self._new_number(group)
         card = make_card(number, self._incarnations[number], self.options.workers[group])
         card = replace_card(
             card, role=Role.PARKED, model=None, parked_for=MODEL, asleep=bool(asleep),
             started=self.clock.now,
         )  # fmt: skip
-        self._parked[card.instance] = number
-        if isinstance(self._autoscaler, PromotingAutoscaler):
-            self._autoscaler.parked(card, group, self.clock.now)
-            self.clock.after(0.0, self._promote)
+        self._parked[card.instance] = card
+        self._tell(card, card.state, group)
         return card.instance
 
     def _unpark(self, instance: str) -> None:
-        if isinstance(self._autoscaler, PromotingAutoscaler):
-            self._autoscaler.unparked(instance)
+        card = self._parked.pop(instance)
+        self._tell(card, WorkerState.GONE, self._groups[_number_of(instance)])
 
     def _wake(self, instance: str, promoted_s: float) -> SimulatedWorker:
-        return self._join(self._parked.pop(instance), promoted_s)
+        return self._join(_number_of(instance), promoted_s)
 
     def _leave(self, worker: SimulatedWorker) -> None:
         """Take a worker out of routing; it goes once its requests have ended."""
@@ -211,10 +211,8 @@ class Simulation:
         del self._live[number]
         self.fleet.leaving(worker)
         self.routers.leave(worker.instance)
-        if self._autoscaler is not None:
-            card = replace_card(worker.card, draining=True)
-            self._autoscaler.joined(card, self._group_index(worker), self.clock.now)
-            self.clock.after(0.0, self._promote)
+        card = replace_card(worker.card, draining=True)
+        self._tell(card, card.state, self._group_index(worker))
         if worker.busy:
             worker.draining = True
         else:
@@ -226,8 +224,7 @@ class Simulation:
         worker.card = replace_card(worker.card, serves=worker.group.serves)
         self._group_of[worker.instance] = group
         self.routers.join(worker.card)
-        if self._autoscaler is not None:
-            self._autoscaler.joined(worker.card, group, self.clock.now)
+        self._tell(worker.card, worker.card.state, group)
 
     def _group_index(self, worker: SimulatedWorker) -> int:
         return self._group_of[worker.instance]
@@ -262,8 +259,7 @@ class Simulation:
         self.worker_records[card.instance] = worker.record
         self.index.join(card)
         self.routers.join(card)
-        if self._autoscaler is not None:
-            self._autoscaler.joined(card, self._group_index(worker), self.clock.now)
+        self._tell(card, card.state, index)
         return worker
 
     def _fault(self, fault: Fault) -> None:
@@ -278,10 +274,10 @@ class Simulation:
             self._leave(worker)
             return
         del self._live[fault.worker]
-        self.fleet.leaving(worker)
+        home = self.fleet.leaving(worker)
         self.routers.leave(worker.instance)
         if self._autoscaler is not None:
-            self.fleet.restart(self._group_index(worker))
+            self.fleet.restart(home)
             self.clock.after(0.0, self._promote)
         self._die(worker)
 
@@ -289,8 +285,7 @@ class Simulation:
         worker.alive = False
         self.index.leave(worker.card)
         self.fleet.removed(worker.instance, self._group_index(worker))
-        if self._autoscaler is not None:
-            self._autoscaler.left(worker.card)
+        self._tell(worker.card, WorkerState.GONE, self._group_index(worker))
         self._complete_record(worker)
         if self.nodes is not None:
             self.nodes.detach(worker.instance)
@@ -541,6 +536,11 @@ class Simulation:
                 self.clock.after(delay, partial(self._arrive, successor))
         if not self._remaining:
             self.clock.stop()
+
+
+def _number_of(instance: str) -> int:
+    """The number of the worker of an instance."""
+    return int(instance.partition(".")[0].rpartition("-")[2])
 
 
 @contextmanager

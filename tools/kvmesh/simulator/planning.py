@@ -1,42 +1,57 @@
-"""The live planner's core as the autoscaler of a simulation."""
+"""The live planner as the autoscaler of a simulation."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from kvmesh.bus.messages import Instance, Load, RouteEvent, SeqEvent
+from msgspec.structs import replace as replace_card
+
+from kvmesh.bus.messages import (
+    Instance,
+    Load,
+    Promote,
+    RouteEvent,
+    SeqEvent,
+    Serve,
+    Sleep,
+    WorkerState,
+)
+from kvmesh.planner.actions import Command, Decided, Observation, Scale, Unplanned
+from kvmesh.planner.connectors.interface import PoolState
 from kvmesh.planner.core.groups.candidates import Plan
 from kvmesh.planner.core.options import PlanOptions
-from kvmesh.planner.core.planner import PlannerCore
-from kvmesh.planner.core.pools import Pool
+from kvmesh.planner.core.pools import LABEL, Pool
+from kvmesh.planner.fleet_planner import FleetPlanner
+from kvmesh.planner.models import ModelPlanners
+from kvmesh.runtime.warnings import Warnings
 from kvmesh.simulator.autoscaler import FleetTarget
+from kvmesh.simulator.fleet import MODEL
 
 
 class SimulatedPlanner:
-    """Passes the simulated messages to the planner's core; `pools` are the groups in order."""
+    """Passes the simulated messages to a planner; `pools` are the groups in order.
+
+    `plans` are those that changed something, with their times.
+    """
 
     def __init__(self, options: PlanOptions, pools: Sequence[Pool]) -> None:
-        self.core = PlannerCore(options, pools)
-        self.core.switches.able = lambda _: True
+        pools = [replace(pool, model="") for pool in pools]
+        self._models = ModelPlanners(options, pools, Warnings())
+        self._fleet = FleetPlanner(self._models, pools)
+        self._fleet.takes_over = False  # from nobody
+        core = self._models.core(MODEL)
+        assert core is not None
+        self.core = core
         self.interval_s = options.interval_s
         self.plans: list[tuple[float, Plan]] = []
         self._names = [pool.name for pool in pools]
+        self._home: dict[str, str] = {}  # the pool of a worker's group, by its name
 
-    def joined(self, card: Instance, group: int, now: float) -> None:
-        self.core.joined(card, self._names[group], now)
-
-    def left(self, card: Instance) -> None:
-        self.core.left(card.instance)
-
-    def parked(self, card: Instance, group: int, now: float) -> None:
-        self.core.parked(card, self._names[group])
-
-    def unparked(self, instance: str) -> None:
-        self.core.unparked(instance)
-
-    def promote(self, now: float) -> list[str]:
-        return [instance for instance, _ in self.core.promote(now)]
-
-    def surplus(self, now: float) -> list[tuple[str, bool]]:
-        return self.core.surplus(now)
+    def on_worker(self, card: Instance, state: WorkerState, group: int, now: float) -> None:
+        pool = self._names[group]
+        self._models.on_worker(replace_card(card, labels={LABEL: pool}), state, now)
+        self._home.setdefault(card.name, pool)
+        if self._models.latest(card.name) is None:
+            del self._home[card.name]
 
     def on_loads(self, loads: list[Load], now: float) -> None:
         for load in loads:
@@ -49,19 +64,30 @@ class SimulatedPlanner:
     def on_route(self, event: RouteEvent, now: float) -> None:
         self.core.on_route(event, now)
 
-    def decide(self, now: float, wanted: Sequence[int]) -> FleetTarget | None:
-        serving = [n - waiting for n, waiting in zip(wanted, self._waiting(), strict=True)]
-        self.core.observe_wanted(dict(zip(self._names, serving, strict=True)), now)
-        plan = self.core.decide(now)
-        numbers = [plan.wanted[name] for name in self._names]
-        target = [n + waiting for n, waiting in zip(numbers, self._waiting(), strict=True)]
-        if numbers == serving and not plan.switches:
-            return None
-        self.plans.append((now, plan))
-        switches = {each.instance: self._names.index(each.target) for each in plan.switches}
-        return FleetTarget(target, plan.stop, switches, plan.sleep)
+    def promote(self, now: float) -> list[str]:
+        return [command.instance for command in self._fleet.promote(now)]
 
-    def _waiting(self) -> list[int]:
-        """Workers of each group that the fleet runs beside those that serve."""
-        asleep = self.core.sleepers
-        return [view.pool.parked + asleep[view.pool.name] for view in self.core.pools]
+    def decide(self, now: float, wanted: Sequence[int]) -> FleetTarget:
+        place = {
+            pool: PoolState(count, tuple(n for n, home in self._home.items() if home == pool))
+            for pool, count in zip(self._names, wanted, strict=True)
+        }
+        target = FleetTarget(list(wanted))
+        for action in self._fleet.decide(Observation(now, place, idle_models=(MODEL,))):
+            match action:
+                case Unplanned(_, error):
+                    raise error
+                case Decided(_, plan, before) if plan.switches or plan.wanted != before:
+                    self.plans.append((now, plan))
+                case Scale(numbers, stop):
+                    cards = [self._models.latest(name) for name in stop]
+                    target.stop.extend(card.instance for card in cards if card is not None)
+                    for pool, number in numbers.items():
+                        target.counts[self._names.index(pool)] = number
+                case Command(_, pool, instance, _, Serve()):
+                    target.switches[instance] = self._names.index(pool)
+                case Command(_, _, instance, _, Promote()):
+                    target.promote.append(instance)
+                case Command(_, _, instance, _, order):
+                    target.standby[instance] = isinstance(order, Sleep)
+        return target

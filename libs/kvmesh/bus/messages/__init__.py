@@ -86,6 +86,7 @@ from kvmesh.bus.messages.discovery import (
     StartSource,
     WeightOffer,
     WeightQuery,
+    WorkerState,
     instance_number,
 )
 from kvmesh.bus.messages.frontends import (
@@ -405,6 +406,7 @@ __all__ = [
     "WeightQuery",
     "Work",
     "WorkReply",
+    "WorkerState",
     "adapter_identity",
     "adapter_name",
     "batch_classes",

@@ -27,6 +27,21 @@ class Role(StrEnum):
     ORACLE = "oracle"
 
 
+class WorkerState(StrEnum):
+    """The state of a worker, which its card tells, a report of its start, or that its card is gone.
+
+    From its start it serves, or is on standby: it waits without a device until it is promoted, so
+    that it starts again, shorter. One that serves drains before it goes on standby or leaves; if
+    nobody else can continue its requests, it serves on.
+    """
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    STANDBY = "standby"
+    GONE = "gone"
+
+
 class ModelCard(Struct, frozen=True, kw_only=True):
     """The model that a worker serves.
 
@@ -276,6 +291,13 @@ class Instance(Struct, frozen=True, kw_only=True):
     completes_prompts: bool = False
     unpacks: bool = False
     settled: list[Settled] = []
+
+    @property
+    def state(self) -> WorkerState:
+        """The state of a worker with this card."""
+        if self.role is Role.PARKED:
+            return WorkerState.STANDBY
+        return WorkerState.DRAINING if self.draining else WorkerState.SERVING
 
 
 def instance_number(instance: str) -> int:

@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from kvmesh.planner import metrics
+from kvmesh.planner.actions import Scale
 from kvmesh.planner.connectors.interface import Connector, ConnectorError, PoolState
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.warnings import Warnings
@@ -18,37 +18,22 @@ class FleetDriver:
     """Calls the connector. While a change is under way, no other one begins.
 
     A failed change is a warning until one succeeds, the place shows what was asked for, or none
-    has failed for FORGET_S seconds; the next interval tries again. The place runs the `parked` and
-    the `sleepers` of each pool beside those that serve, and knows no difference: here,
-    numbers are those of workers that are to serve.
+    has failed for FORGET_S seconds; the next interval tries again.
     """
 
-    def __init__(
-        self,
-        connector: Connector,
-        warnings: Warnings,
-        advisory: bool,
-        parked: Mapping[str, int] | None = None,
-    ) -> None:
+    def __init__(self, connector: Connector, warnings: Warnings) -> None:
         self._connector = connector
-        self._parked = parked or {}
-        self.sleepers: dict[str, int] = {}
         self._warnings = warnings
         self._tasks = BackgroundTasks()
         self._changing = False
         self._opened = False
         self._asked: dict[str, int] = {}
         self._failed_at = 0.0
-        self.advisory = advisory
         self.failed = False
 
     @property
     def changing(self) -> bool:
         return self._changing
-
-    @property
-    def chooses(self) -> bool:
-        return self._connector.chooses
 
     async def state(self) -> dict[str, PoolState] | None:
         """The pools as the place reports them; None, with a warning, if it does not."""
@@ -56,10 +41,7 @@ class FleetDriver:
             if not self._opened:
                 await self._connector.open()
                 self._opened = True
-            found = {
-                pool: replace(state, wanted=max(state.wanted - self._waiting(pool), 0))
-                for pool, state in (await self._connector.state()).items()
-            }
+            found = await self._connector.state()
         except ConnectorError as error:
             self._warn(error)
             return None
@@ -70,11 +52,11 @@ class FleetDriver:
             self._warnings.update("connector", {})
         return found
 
-    def start_change(self, pools: dict[str, int], stop: Sequence[str]) -> None:
+    def start_change(self, change: Scale) -> None:
         """Set the numbers of workers in the background."""
         self._changing = True
-        self._asked = pools
-        self._tasks.start(self._change(pools, stop), "scaling")
+        self._asked = change.pools
+        self._tasks.start(self._change(change.pools, change.stop), "scaling")
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -82,8 +64,7 @@ class FleetDriver:
 
     async def _change(self, pools: dict[str, int], stop: Sequence[str]) -> None:
         try:
-            numbers = {pool: n + self._waiting(pool) for pool, n in pools.items()}
-            await self._connector.scale(numbers, stop)
+            await self._connector.scale(pools, stop)
             self.failed = False
             self._warnings.update("connector", {})
         except ConnectorError as error:
@@ -95,9 +76,6 @@ class FleetDriver:
             raise
         finally:
             self._changing = False
-
-    def _waiting(self, pool: str) -> int:
-        return self._parked.get(pool, 0) + self.sleepers.get(pool, 0)
 
     @staticmethod
     def _now() -> float:

@@ -13,6 +13,7 @@ from kvmesh.bus.messages import (
     SeqBatch,
     Starting,
     Wake,
+    WorkerState,
 )
 from kvmesh.bus.streams.reader import StreamMessage
 from kvmesh.bus.subjects import untoken
@@ -40,13 +41,7 @@ class ModelPlanners:
         self._unplanned: dict[str, str] = {}
         self._cards: dict[str, Instance] = {}
         self._by_name: dict[str, str] = {}  # name: its latest instance
-        self._parked_names: dict[str, str] = {}  # likewise
         self.cores: dict[str, PlannerCore] = {}
-
-    @property
-    def options(self) -> PlanOptions:
-        """The options of all models."""
-        return self._options
 
     def core(self, model: str) -> PlannerCore | None:
         """The planner of a model; None if no pool serves it, or another model has its pools."""
@@ -76,14 +71,14 @@ class ModelPlanners:
         cards = self._cards.values()
         return next((card for card in cards if card.model and card.model.name == model), None)
 
-    def name(self, instance: str) -> str | None:
-        """The name of a worker; None if it has left."""
+    def name(self, instance: str) -> str:
+        """The name of a worker; empty if it has left."""
         card = self._cards.get(instance)
-        return card.name if card is not None else None
+        return card.name if card is not None else ""
 
-    def instance(self, name: str) -> str | None:
-        """The latest instance of a worker's name; None if there is none."""
-        return self._by_name.get(name)
+    def latest(self, name: str) -> Instance | None:
+        """The card of the latest worker of a name; None if there is none."""
+        return self._cards.get(self._by_name.get(name, ""))
 
     def replace_options(self, options: PlanOptions, pools: list[Pool]) -> None:
         """Use other options and sizes of the same pools; raises PlannerConfigError for others."""
@@ -94,58 +89,40 @@ class ModelPlanners:
 
     # messages
 
-    def joined(self, card: Instance, now: float) -> None:
-        """A worker has joined or parked, or its card has changed; other roles are ignored."""
-        if card.role is Role.PARKED:
-            self._parked(card)
-            return
-        if card.role is not Role.WORKER or card.model is None:
-            return
-        known = card.instance in self._cards
+    def on_worker(self, card: Instance, state: WorkerState, now: float) -> None:
+        """A worker has come into a state, or its card has changed; other roles are ignored."""
+        if state is WorkerState.GONE:
+            self._left(card)
+        elif card.role is Role.PARKED or (card.role is Role.WORKER and card.model is not None):
+            self._joined(card, now)
+
+    def _joined(self, card: Instance, now: float) -> None:
+        known = self._cards.get(card.instance)
+        new = known is None or known.role is not card.role
         self._cards[card.instance] = card
-        if not known:
+        if new:
             self._by_name[card.name] = card.instance
         pool = pool_of(card, self._pools)
-        core = self.core(card.model.name)
+        core = self.core(card.model.name if card.model is not None else card.parked_for)
         if core is not None and pool in [view.pool for view in core.pools]:
             assert pool is not None
-            core.joined(card, pool.name, now, new=not known)
+            core.joined(card, pool.name, now, new)
             return
-        if not known:
+        if new and card.role is Role.WORKER:
             log.warning("worker %s belongs to no pool: the planner leaves it alone", card.name)
         for other in self.cores.values():
             other.left(card.instance)
 
-    def _parked(self, card: Instance) -> None:
-        pool = pool_of(card, self._pools)
-        core = self.core(card.parked_for)
-        if core is not None and pool in [view.pool for view in core.pools]:
-            assert pool is not None
-            self._parked_names[card.name] = card.instance
-            core.parked(card, pool.name)
-
-    def waits(self, name: str) -> bool:
-        """True if a worker of this name is parked."""
-        return name in self._parked_names
-
-    def left(self, card: Instance) -> None:
-        """A process has left, or a parked worker is being promoted."""
-        instance = card.instance
-        if card.role is Role.PARKED:
-            if self._parked_names.get(card.name) == instance:
-                del self._parked_names[card.name]
-            for core in self.cores.values():
-                core.unparked(instance)
+    def _left(self, card: Instance) -> None:
+        """A worker has left, or its state is to change."""
+        known = self._cards.get(card.instance)
+        if known is None or known.role is not card.role:
             return
-        self._left(instance)
-
-    def _left(self, instance: str) -> None:
-        card = self._cards.pop(instance, None)
-        if card is not None:
-            if self._by_name.get(card.name) == instance:
-                del self._by_name[card.name]
-            for core in self.cores.values():
-                core.left(instance)
+        del self._cards[card.instance]
+        if self._by_name.get(card.name) == card.instance:
+            del self._by_name[card.name]
+        for core in self.cores.values():
+            core.left(card.instance)
 
     def on_load(self, load: Load) -> None:
         for core in self.cores.values():

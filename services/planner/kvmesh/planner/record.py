@@ -1,7 +1,7 @@
 """The record of a decision, with its reasons."""
 
 from kvmesh.bus.messages import FleetCandidate, PoolPlan, ScalingDecision, SwitchedRole
-from kvmesh.planner.core.groups.candidates import Plan
+from kvmesh.planner.actions import Decided
 from kvmesh.planner.core.planner import PlannerCore
 from kvmesh.planner.core.pool_view import PoolView
 
@@ -9,9 +9,10 @@ KEPT_S = 300.0
 
 
 def scaling_decision(
-    core: PlannerCore, plan: Plan, before: dict[str, int], model: str, planner: str, now: float
+    core: PlannerCore, decided: Decided, planner: str, now: float, connector: str = ""
 ) -> ScalingDecision:
-    """The record of `plan`; `before` are the numbers wanted until now, by pool."""
+    """The record of a decision by the instance `planner`."""
+    plan, before = decided.plan, decided.before
     time, now = now, core.time(now)
     since, promises = now - KEPT_S, core.promises
     prompt, uncached = core.traffic.mean_lengths(since)
@@ -22,11 +23,12 @@ def scaling_decision(
     }
     changed = {view.pool.name: group.changed_at for group in core.groups for view in group.views}
     return ScalingDecision(
-        model=model,
+        model=decided.model,
         time=time,
         planner=planner,
         reason=plan.reason,
-        changed=plan.wanted != before,
+        changed=decided.changed,
+        connector=connector,
         pools={
             view.pool.name: pool_plan(view, before.get(view.pool.name, 0), changed[view.pool.name])
             for view in core.pools
@@ -76,8 +78,8 @@ def pool_plan(view: PoolView, before: int, changed_at: float) -> PoolPlan:
         wanted=view.wanted,
         startup_s=view.starts.startup_s,
         failed=view.starts.failed,
-        parked=len(view.parked.waiting),
-        asleep=view.sleepers.count,
+        parked=len(view.standby.waiting),
+        asleep=view.standby.asleep,
         may_wait=view.pool.parked + view.pool.asleep,
         rise=view.rises.most(view.starts.startup_s),
         promotion_s=view.starts.promotion_s if view.pool.promotes else 0.0,

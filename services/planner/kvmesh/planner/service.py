@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -23,52 +22,37 @@ from kvmesh.bus.messages import (
     Role,
     ScalingDecision,
     Wake,
+    WorkerState,
     encode,
 )
 from kvmesh.bus.storage.buckets import KnownEntries, keys_reader
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.planner import metrics
+from kvmesh.planner.actions import Action, Command, Decided, Observation, Scale, Unplanned
 from kvmesh.planner.config import plan_options, with_changes
-from kvmesh.planner.connectors.interface import PoolState
 from kvmesh.planner.connectors.registry import create_connector
-from kvmesh.planner.core.groups.candidates import Plan
-from kvmesh.planner.core.groups.role_switches import PlannedSwitch
-from kvmesh.planner.core.planner import PlannerCore
 from kvmesh.planner.errors import PlannerConfigError
 from kvmesh.planner.fleet_driver import FleetDriver
-from kvmesh.planner.homes import ELSEWHERE, Homes
+from kvmesh.planner.fleet_planner import FleetPlanner
 from kvmesh.planner.idle_models import IdleModels
 from kvmesh.planner.leadership import Leadership
 from kvmesh.planner.models import ModelPlanners
 from kvmesh.planner.oracle_client import OracleClient
 from kvmesh.planner.profiles import unfit_profile
-from kvmesh.planner.promotions import PromotionDriver
 from kvmesh.planner.record import scaling_decision
-from kvmesh.planner.role_driver import RoleDriver
+from kvmesh.planner.worker_commands import WorkerCommands
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import publish_warnings
 from kvmesh.settings.schema import Settings
 
 log = logging.getLogger(__name__)
-RECORD_S = 60.0  # an unchanged plan is recorded this often, or twice as seldom if not evaluated
 STORE_S = 5.0
 REPLAY_S = 30.0
 SEQUENCES_S = 300.0
 _wakes = MessageDecoder(Wake)
 _decisions = MessageDecoder(ScalingDecision)
 _changes = msgspec.json.Decoder(dict[str, Any])
-
-
-@dataclass
-class _Changes:
-    """The changes that the plans of all models ask for; `refused`: one has to wait."""
-
-    wanted: dict[str, int] = field(default_factory=dict)
-    stop: list[str] = field(default_factory=list)
-    switching: list[tuple[str, PlannerCore, PlannedSwitch]] = field(default_factory=list)
-    sleeping: list[tuple[str, PlannerCore, list[str]]] = field(default_factory=list)
-    refused: bool = False
 
 
 class PlannerService:
@@ -80,27 +64,30 @@ class PlannerService:
         self._settings = service.settings.planner
         options, pools = plan_options(self._settings, service.settings.router)
         connector = create_connector(self._settings, service.bus, pools, service.instance)
-        advisory = self._settings.connector == "advisory"
-        parked = {pool.name: pool.parked for pool in pools}
-        self._driver = FleetDriver(connector, service.warnings, advisory, parked)
-        self._promotions = PromotionDriver(service.bus)
-        self._observed = False  # the numbers of the place are known, and this planner decides
-        self._roles = RoleDriver(service.bus)
-        self._homes = Homes(pools)
+        self._advisory = self._settings.connector == "advisory"
+        self._driver = FleetDriver(connector, service.warnings)
+        self._commands = WorkerCommands(service.bus, lambda c: self._fleet.refused(c, time.time()))
         self._models = ModelPlanners(options, pools, service.warnings)
-        self._latest: dict[str, ScalingDecision] = {}  # by model, of any planner
-        self._recorded_at: dict[str, float] = {}
-        self._planned: dict[str, dict[str, int]] = {}
-        self._failing: set[str] = set()
+        self._fleet = FleetPlanner(
+            self._models,
+            pools,
+            service.instance,
+            advisory=self._advisory,
+            chooses=connector.chooses,
+        )
+        self._failing: dict[str, str] = {}
         self._idle = IdleModels(service.bus, service.instance, service.warnings, lambda: self.leads)
         self._oracle = OracleClient(service.bus, service.warnings)
         self._leadership = Leadership()
-        # the numbers that the place runs are another's: this planner has not set them
-        self._adopt = True
         self._lease = Lease(
             service.bus, self._card(), service.limits, self._on_lapsed, rejoins=True
         )
-        self._directory = Directory(service.bus, service.limits, self._joined, self._left)
+        self._directory = Directory(
+            service.bus,
+            service.limits,
+            lambda card: self._on_card(card, card.state),
+            lambda card: self._on_card(card, WorkerState.GONE),
+        )
         subjects = service.bus.subjects
         since = datetime.now(UTC) - timedelta(seconds=self._settings.window_s)
         self._routes = StreamReader(
@@ -163,8 +150,7 @@ class PlannerService:
             await service.stopping.wait()
         finally:
             await self._oracle.close()
-            await self._roles.close()
-            await self._promotions.close()
+            await self._commands.close()
             await self._driver.close()
             for reader in (self._routes, self._sequences, self._changes, self._decisions):
                 await reader.close()
@@ -198,24 +184,17 @@ class PlannerService:
 
     # signals
 
-    def _joined(self, card: Instance) -> None:
-        if card.role is Role.PLANNER and routable(card):
+    def _on_card(self, card: Instance, state: WorkerState) -> None:
+        """Pass it on; a worker on standby is promoted at once for one that drains or leaves."""
+        if card.role is Role.PLANNER and state is not WorkerState.GONE and routable(card):
             self._leadership.joined(card)
         elif card.role is Role.PLANNER:
             self._leadership.left(card.instance)
-        self._models.joined(card, time.time())
-        self._replace(card)
-
-    def _left(self, card: Instance) -> None:
-        if card.role is Role.PLANNER:
-            self._leadership.left(card.instance)
-        self._models.left(card)
-        self._replace(card)
-
-    def _replace(self, card: Instance) -> None:
-        """Promote a parked worker at once for one that has left or drains, or has just parked."""
-        if card.role in (Role.PARKED, Role.WORKER) and self._observed and self.leads:
-            self._promote()
+        now = time.time()
+        self._models.on_worker(card, state, now)
+        if self.leads:
+            for command in self._fleet.promote(now):
+                self._commands.start(command)
 
     def _on_route(self, message: StreamMessage) -> None:
         self._models.on_route(message, time.time())
@@ -226,7 +205,7 @@ class PlannerService:
         except msgspec.MsgspecError as error:
             log.warning("ignored a malformed decision at %d: %s", message.seq, error)
             return
-        self._latest[decision.model] = decision
+        self._fleet.on_decision(decision)
 
     def _on_wake(self, wake: Wake) -> None:
         self._models.on_wake(wake, time.time())
@@ -263,178 +242,85 @@ class PlannerService:
                 led = leads
             metrics.leader.set(leads)
             if not leads:
-                self._adopt, self._observed = True, False
+                self._fleet.stand_by()
             elif not self._driver.changing:
                 await self._decide_once()
 
     async def _decide_once(self) -> None:
-        if self._adopt and not await self._read_idle():
-            return
-        self._note_awake()
-        self._note_sleepers()
-        state = await self._driver.state()
-        now = time.time()
-        if state is not None:
-            self._follow_homes(state)
-        changes = _Changes()
-        for model, core in list(self._models.cores.items()):
-            await self._decide_model(model, core, state, now, changes)
-        self._adopt = changes.refused or state is None
-        if changes.wanted and state is not None:
-            self._execute(changes, state)
-        self._observed = state is not None and not self._driver.advisory and not self._adopt
-        if self._observed and self.leads:
-            self._promote()
-            self._drain_surplus(now)
+        seen = await self._gather()
+        if seen is not None:
+            await self._execute(self._fleet.decide(seen), seen.now)
 
-    async def _decide_model(
-        self,
-        model: str,
-        core: PlannerCore,
-        state: dict[str, PoolState] | None,
-        now: float,
-        changes: _Changes,
-    ) -> None:
-        """Plan one model, record the plan, and add its changes."""
-        before = self._observe(model, core, state, now)
-        may_be_idle = not self._driver.advisory and all(v.pool.min == 0 for v in core.pools)
-        if not self._driver.advisory:
-            await self._idle.update(model, may_be_idle, self._models.card(model), now)
-        others = (each for each in self._models.cores.values() if each is not core)
-        core.devices_elsewhere = sum(each.devices for each in others)
-        sleepers = core.sleepers
-        plan = self._plan(model, core, now)
-        if plan is None:
-            return
-        self._warn(core, model, now)
-        self._ask(core)
-        await self._report(model, core, plan, before, now)
-        wanted = {pool: n for pool, n in plan.wanted.items() if n != before[pool]}
-        if may_be_idle and not any(plan.wanted.values()) and model not in self._idle.listed:
-            changes.refused |= bool(wanted)  # without an entry, frontends would forget the model
-            core.restore_sleepers(sleepers)  # none is told to sleep
-            return
-        changes.sleeping.append((model, core, plan.sleep))
-        changes.switching += [(model, core, switch) for switch in plan.switches]
-        changes.wanted |= wanted
-        changes.stop += [name for i in plan.stop if (name := self._models.name(i))]
-
-    def _execute(self, changes: _Changes, state: dict[str, PoolState]) -> None:
-        if not self.leads:  # the process may have been frozen meanwhile
-            self._adopt = True
-            return
-        self._note_sleepers()
-        self._switch_roles(changes.switching)
-        self._have_asleep(changes.sleeping)
-        self._start_change(changes.wanted, changes.stop, state)
-
-    def _promote(self) -> None:
-        """Promote parked workers in place of those that are wanted and not there."""
-        now = time.time()
-        for model, core in self._models.cores.items():
-            for instance, pool in core.promote(now):
-                self._promotions.promote(model, pool, instance, core.promotion_failed)
-
-    def _drain_surplus(self, now: float) -> None:
-        for model, core in self._models.cores.items():
-            for instance, sleeps in core.surplus(now):
-                if sleeps:
-                    self._have_asleep([(model, core, [instance])])
-                else:
-                    self._promotions.drain(instance)
-
-    def _note_sleepers(self) -> None:
-        """Tell the driver how many workers of each pool sleep; another planner has recorded it."""
-        for model, core in self._models.cores.items():
-            latest = self._latest.get(model)
-            if self._adopt and latest is not None and latest.planner != self._service.instance:
-                core.restore_sleepers({name: plan.asleep for name, plan in latest.pools.items()})
-            self._driver.sleepers |= core.sleepers
-
-    def _note_awake(self) -> None:
-        """Count workers as serving again that could not fall asleep."""
-        for model, core in self._models.cores.items():
-            for instance in core.take_awake():
-                log.warning("%s serves on: nobody else can continue its requests", instance)
-                self._stays_awake(model, core, instance, time.time())
-
-    def _have_asleep(self, sleeping: list[tuple[str, PlannerCore, list[str]]]) -> None:
-        for model, core, instances in sleeping:
-            for instance in instances:
-                pool = core.serving(instance) or ""
-                awake = partial(self._stays_awake, model, core)
-                core.told_to_sleep(instance)
-                self._promotions.sleep(model, pool, instance, awake)
-
-    def _stays_awake(self, model: str, core: PlannerCore, instance: str, now: float) -> None:
-        self._recorded_at.pop(model, None)  # so that the next planner knows it too
-        core.stays_awake(instance, now)
-
-    def _start_change(
-        self, wanted: dict[str, int], stop: list[str], state: dict[str, PoolState]
-    ) -> None:
-        """Have the place change its numbers, unless changes of roles are all that it takes."""
-        if not self._driver.chooses:
-            stop = []
-        numbers = self._homes.at_place(wanted, stop)
-        if numbers and self._driver.chooses:  # those that are starting end before ready ones
-            shrinking = [p for p, n in numbers.items() if p in state and n < state[p].wanted]
-            stop += self._homes.starting(shrinking, self._stays)
-        if numbers:
-            self._driver.start_change(numbers, stop)
-
-    def _stays(self, name: str) -> bool:
-        """True if a worker serves or is parked: others end first where a pool shrinks."""
-        return self._models.instance(name) is not None or self._models.waits(name)
-
-    def _follow_homes(self, state: dict[str, PoolState]) -> None:
-        """Let the numbers follow workers that serve as others than those of their place's pool."""
-        for core in self._models.cores.values():
-            core.switches.able = self._may_switch
-        known = {} if self._driver.advisory else state
-        for source, target in self._homes.observe(known, self._serving):
-            for core in self._models.cores.values():
-                core.moved(source, target)
-
-    def _may_switch(self, instance: str) -> bool:
-        """True if the place knows a worker: its numbers can then follow the worker's role."""
-        return not self._driver.advisory and self._homes.knows(self._models.name(instance) or "")
-
-    def _serving(self, name: str) -> str | None:
-        """The pool as which a worker serves, or ELSEWHERE; None if there is no such worker now."""
-        instance = self._models.instance(name)
-        if instance is None:
+    async def _gather(self) -> Observation | None:
+        """The facts of the place; None while the idle models of the last planner are unknown."""
+        if self._fleet.takes_over and not await self._read_idle():
             return None
-        found = (core.serving(instance) for core in self._models.cores.values())
-        return next((pool for pool in found if pool is not None), ELSEWHERE)
+        for model in [] if self._advisory else list(self._models.cores):
+            may_be_idle, card = self._fleet.may_be_idle(model), self._models.card(model)
+            await self._idle.update(model, may_be_idle, card, time.time())
+        place = await self._driver.state()
+        return Observation(time.time(), place, self._driver.failed, frozenset(self._idle.listed))
 
-    def _switch_roles(self, switching: list[tuple[str, PlannerCore, PlannedSwitch]]) -> None:
-        for model, core, switch in switching:
-            name = self._models.name(switch.instance) or ""
-            self._homes.switched(name, switch.target)
-            self._roles.start(model, name, switch, core.switch_failed)
+    async def _execute(self, actions: list[Action], now: float) -> None:
+        """Tell what was decided, then change the fleet, if this planner decides still."""
+        self._warn_of_failures([each for each in actions if isinstance(each, Unplanned)])
+        decided = [each for each in actions if isinstance(each, Decided)]
+        for each in decided:
+            self._warn(each.model, now)
+        for each, record in [(each, self._record_of(each, now)) for each in decided]:
+            metrics.observe(record)
+            if each.changed:
+                log.info("%s: %s", each.model, each.plan.reason)
+            if each.due:
+                await self._record(record)
+            if each.question is not None and self._oracle.ready:
+                self._oracle.ask(each.question, partial(self._answered, each.model))
+        if not self.leads:  # the process may have been frozen meanwhile
+            self._fleet.stand_by()
+            return
+        for action in actions:
+            match action:
+                case Command():
+                    self._commands.start(action)
+                case Scale():
+                    self._driver.start_change(action)
 
-    def _plan(self, model: str, core: PlannerCore, now: float) -> Plan | None:
-        """The plan of one model; None, with a warning, if its planner fails: others go on."""
-        failed = {}
-        plan = None
-        try:
-            plan = core.decide(now)
-        except Exception as error:
-            failed = {"": f"{model} is not planned: {type(error).__name__}: {error}"}
-            if model not in self._failing:
-                log.exception("the planner of %s failed", model)
-        (self._failing.add if failed else self._failing.discard)(model)
-        self._service.warnings.update(f"plan {model}", failed)
-        return plan
+    def _warn_of_failures(self, failures: list[Unplanned]) -> None:
+        for each in failures:
+            if each.model not in self._failing:
+                log.error("the planner of %s failed", each.model, exc_info=each.error)
+        self._failing = {
+            each.model: f"{each.model} is not planned: {type(each.error).__name__}: {each.error}"
+            for each in failures
+        }
+        self._service.warnings.update("plan", self._failing)
 
-    def _ask(self, core: PlannerCore) -> None:
-        """Have an oracle simulate the fleets that matter to a model, if one is free."""
-        if self._oracle.ready and (question := core.question) is not None:
-            self._oracle.ask(question, partial(self._answered, core))
+    def _warn(self, model: str, now: float) -> None:
+        core, warnings = self._models.cores[model], self._service.warnings
+        unreachable = {
+            promise: f"{model}: even an idle worker cannot keep {promise}; it is kept as well as"
+            " possible"
+            for promise in core.unreachable
+        }
+        warnings.update(f"promise {model}", unreachable)
+        failed = {
+            view.pool.name: f"workers of pool {view.pool.name} do not become ready: none is started"
+            " there for half an hour"
+            for view in core.pools
+            if view.starts.blocked(core.time(now))
+        }
+        warnings.update(f"starts {model}", failed)
+        unfit = {view.pool.name: text for view in core.pools if (text := unfit_profile(view))}
+        warnings.update(f"profile {model}", unfit)
 
-    def _answered(self, core: PlannerCore, question: FleetQuestion, answer: FleetAnswer) -> None:
-        core.answered(question, answer, time.time())
+    def _record_of(self, decided: Decided, now: float) -> ScalingDecision:
+        core = self._models.cores[decided.model]
+        return scaling_decision(
+            core, decided, self._service.instance, now, self._settings.connector
+        )
+
+    def _answered(self, model: str, question: FleetQuestion, answer: FleetAnswer) -> None:
+        self._models.cores[model].answered(question, answer, time.time())
 
     async def _read_idle(self) -> bool:
         """Read the entries of the planner that led before; False, with a warning, on an error."""
@@ -445,67 +331,6 @@ class PlannerService:
             failed = {"": f"cannot read the plan bucket: {cause(error)}"}
         self._service.warnings.update("plan_bucket", failed)
         return not failed
-
-    def _observe(
-        self, model: str, core: PlannerCore, state: dict[str, PoolState] | None, now: float
-    ) -> dict[str, int]:
-        """Take over the numbers that the place keeps running; returns them.
-
-        Without them, as with the advisory connector, the workers present count.
-        """
-        numbers = self._homes.as_served() if state is not None else {}
-        if self._driver.advisory or self._adopt or self._driver.failed or state is None:
-            for view in core.pools:
-                present = len(view.ready if self._driver.advisory else view.cards)
-                view.assume(numbers.get(view.pool.name, present), now)
-            if self._adopt:
-                latest = self._latest.get(model)
-                core.resumed(now, latest.pools if latest is not None else {})
-        else:
-            for pool in core.observe_wanted(numbers, now):
-                self._recorded_at.pop(model, None)  # so that the next planner respects it too
-                log.info(
-                    "pool %s was set to %d by hand; it stays so for %g s",
-                    pool, numbers[pool], core.options.manual_hold_s,
-                )  # fmt: skip
-        return {view.pool.name: view.wanted for view in core.pools}
-
-    async def _report(
-        self, model: str, core: PlannerCore, plan: Plan, before: dict[str, int], now: float
-    ) -> None:
-        """Record a plan. A change that repeats the last plan is a new attempt, no new decision."""
-        changed = plan.wanted not in (before, self._planned.get(model))
-        self._planned[model] = plan.wanted
-        record = msgspec.structs.replace(
-            scaling_decision(core, plan, before, model, self._service.instance, now),
-            connector=self._settings.connector,
-            changed=changed,
-        )
-        metrics.observe(record)
-        if changed:
-            log.info("%s: %s", model, plan.reason)
-        # evaluations are rarer than decisions: a record waits for one, to show its candidates
-        wait_s = RECORD_S if plan.candidates else 2 * RECORD_S
-        if changed or now - self._recorded_at.get(model, 0.0) >= wait_s:
-            self._recorded_at[model] = now
-            await self._record(record)
-
-    def _warn(self, core: PlannerCore, model: str, now: float) -> None:
-        unreachable = {
-            promise: f"{model}: even an idle worker cannot keep {promise}; it is kept as well as"
-            " possible"
-            for promise in core.unreachable
-        }
-        self._service.warnings.update(f"promise {model}", unreachable)
-        failed = {
-            view.pool.name: f"workers of pool {view.pool.name} do not become ready: none is started"
-            " there for half an hour"
-            for view in core.pools
-            if view.starts.blocked(core.time(now))
-        }
-        self._service.warnings.update(f"starts {model}", failed)
-        unfit = {view.pool.name: text for view in core.pools if (text := unfit_profile(view))}
-        self._service.warnings.update(f"profile {model}", unfit)
 
     async def _record(self, record: ScalingDecision) -> None:
         subject = self._bus.subjects.scaling(record.model)

@@ -79,7 +79,7 @@ from kvmesh.worker.requests.handler import RequestHandler
 from kvmesh.worker.requests.orphans import OrphanedRequests
 from kvmesh.worker.requests.serving_sample import ServingSample
 from kvmesh.worker.roles import RoleSwitch, role_problem
-from kvmesh.worker.start.earlier_life import EarlierLife
+from kvmesh.worker.start.before_standby import BeforeStandby
 from kvmesh.worker.start.timeline import StartTimeline
 
 log = logging.getLogger(__name__)
@@ -98,9 +98,9 @@ class WorkerNode:
 
     `on_end` is called when the node should leave: with None on a `Drain` command, with the error
     after the engine has died. Files of adapters travel through the `exchange`, if any. On a `Sleep`
-    command it sets `wants_sleep`; the owner then calls `doze`, and `leave`, which keeps the engine.
-    `earlier` is the life of a worker that wakes, `membership` compares its card with others, and
-    `orphans` are followed for several nodes of a process.
+    command it sets `wants_sleep`; the owner then calls `drain_to_sleep`, and `leave`, which keeps
+    the engine. `before` are facts of a worker that wakes; `membership` compares its card with
+    others; `orphans` are followed for several nodes of a process.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class WorkerNode:
         warnings: Warnings | None = None,
         timeline: StartTimeline | None = None,
         exchange: CopyExchange | None = None,
-        earlier: EarlierLife | None = None,
+        before: BeforeStandby | None = None,
         membership: Membership | None = None,
         orphans: OrphanedRequests | None = None,
     ) -> None:
@@ -130,7 +130,7 @@ class WorkerNode:
         self._on_end = on_end
         self._warnings = warnings or Warnings()
         self._timeline = timeline or StartTimeline()
-        self._earlier = earlier
+        self._before = before
         self._digests = RankDigests(engine)
         self._membership = membership or Membership(bus, self._warnings, limits.lease_s)
         self._loads = LoadPublisher(bus, instance, worker.load_interval_s, self.load)
@@ -266,7 +266,7 @@ class WorkerNode:
         if not self._failed:
             await self._hand_down(self._settings.worker.drain_blocks_s)
 
-    async def doze(self, timeout: float) -> bool:
+    async def drain_to_sleep(self, timeout: float) -> bool:
         """As `drain`; False if requests are left that no other worker can continue.
 
         The worker then accepts requests again: nothing but its device is at stake.
@@ -313,19 +313,19 @@ class WorkerNode:
         await self._engine.close()
         await self._stop_publishing()
 
-    async def leave(self) -> EarlierLife:
-        """Leave the mesh after `doze`, and let the engine run; for the node of the next life."""
+    async def leave(self) -> BeforeStandby:
+        """Leave the mesh after `drain_to_sleep`, and let the engine run; for the next node."""
         card, publisher = (self._lease.card if self._lease else None), self._publisher
         await self._adapters.leave()
         await self._withdraw()
         self.info, self._joined = None, False
         await self._stop_publishing()
-        earlier, next_events = self._earlier or EarlierLife(), dict[int, int]()
+        before, next_events = self._before or BeforeStandby(), dict[int, int]()
         if publisher is not None:
-            next_events = earlier.next_events | publisher.next_events
+            next_events = before.next_events | publisher.next_events
         if card is None:
-            return dataclasses.replace(earlier, next_events=next_events)
-        return EarlierLife(card.serves, card.model, card.startup_s, card.phases, next_events)
+            return dataclasses.replace(before, next_events=next_events)
+        return BeforeStandby(card.serves, card.model, card.startup_s, card.phases, next_events)
 
     async def _withdraw(self) -> None:
         if self._lease is not None:
@@ -361,8 +361,8 @@ class WorkerNode:
         if parked is not None:
             took_s -= parked.ended - parked.began
         promoted_s = 0.0 if parked is None else now - parked.ended
-        if (earlier := self._earlier) is not None:
-            took_s, row = earlier.startup_s, earlier.phases
+        if self._before is not None:
+            took_s, row = self._before.startup_s, self._before.phases
         return replace(
             card,
             startup_s=took_s,
@@ -381,8 +381,8 @@ class WorkerNode:
             self._settings.worker.event_interval_s,
             self._engine.dump,
         )
-        if self._earlier is not None:
-            for rank, number in self._earlier.next_events.items():
+        if self._before is not None:
+            for rank, number in self._before.next_events.items():
                 self._publisher.skip(rank, number)
                 self._publisher.add(rank, [Cleared()])
         self._publisher.start()

@@ -29,7 +29,7 @@ from kvmesh.worker.engine import (
     begin_processes,
     engine_factory,
 )
-from kvmesh.worker.lives.cycle import WorkerLives
+from kvmesh.worker.lifecycle.cycle import WorkerLifecycle
 from kvmesh.worker.metrics import (
     EventCollector,
     HandoffCollector,
@@ -143,8 +143,8 @@ async def _serve_model(
         try:
             local = weights if settings.worker.engine not in ELSEWHERE else None
             exchange = local.archives if local is not None else None
-            lives = WorkerLives(service, engine, folder, model, on_end, start, exchange)
-            await _serve(service, lives, WorkerLabels(model, service.name), weights, cache)
+            lifecycle = WorkerLifecycle(service, engine, folder, model, on_end, start, exchange)
+            await _serve(service, lifecycle, WorkerLabels(model, service.name), weights, cache)
         except (EngineError, ModelFilesError) as error:
             permanent = isinstance(error, EngineConfigError)
             raise StartError(str(error), permanent=permanent) from error
@@ -217,53 +217,53 @@ def _store_factory(service: Service, folder: Path) -> StoreFactory:
 
 async def _serve(
     service: Service,
-    lives: WorkerLives,
+    lifecycle: WorkerLifecycle,
     labels: WorkerLabels,
     weights: WorkerWeights | None,
     cache: CompileCache | None,
 ) -> None:
     collectors: list[Collector] = [
-        StartCollector(labels, lives.timeline.row),
-        LoadCollector(labels, lambda: lives.node.load()),
-        RetentionCollector(labels, lambda: lives.node.retention()),
-        TierCollector(labels, lambda: lives.node.tier_counts()),
-        EventCollector(labels, lambda: lives.node.event_counts()),
-        HandoffCollector(labels, lambda: lives.node.handoff_counts()),
+        StartCollector(labels, lifecycle.timeline.row),
+        LoadCollector(labels, lambda: lifecycle.node.load()),
+        RetentionCollector(labels, lambda: lifecycle.node.retention()),
+        TierCollector(labels, lambda: lifecycle.node.tier_counts()),
+        EventCollector(labels, lambda: lifecycle.node.event_counts()),
+        HandoffCollector(labels, lambda: lifecycle.node.handoff_counts()),
     ]
 
     def sources() -> list[StartSource]:
         code = [cache.source] if cache is not None and cache.source is not None else []
         return [*(weights.sources if weights is not None else ()), *code]
 
-    lives.sources = sources
+    lifecycle.sources = sources
     collectors.append(SourceCollector(labels, sources))
     if weights is not None:
         collectors.append(WeightsCollector(labels, lambda: weights.counts, weights.stored_bytes))
-        weights.tell(lives.set_weights)
+        weights.tell(lifecycle.set_weights)
     for collector in collectors:
         REGISTRY.register(collector)
     http = await serve_metrics(
         service.settings.process,
         service.settings.worker.metrics_port,
-        lambda: lives.node.ready,
+        lambda: lifecycle.node.ready,
         service.warnings,
-        lambda: lives.rest,
+        lambda: lifecycle.standby,
     )
 
     def started() -> None:
         if weights is not None:
             weights.engine_runs()
-            lives.watch(weights.sample)
+            lifecycle.watch(weights.sample)
         service.start_watchdog()
         if cache is not None:
-            cache.start_offering(lives.publish_compiled)
+            cache.start_offering(lifecycle.publish_compiled)
 
     try:
-        await lives.run(started)
+        await lifecycle.run(started)
     finally:
-        if cache is not None and lives.node.info is not None:
+        if cache is not None and lifecycle.node.info is not None:
             cache.engine_runs()
-        await lives.close()
+        await lifecycle.close()
         for collector in collectors:
             REGISTRY.unregister(collector)
         if http is not None:

@@ -24,6 +24,7 @@ from kvmesh.bus.messages import (
     RankSpeed,
     Role,
     Starting,
+    WorkerState,
 )
 from kvmesh.bus.storage.buckets import read_bucket
 from kvmesh.bus.streams.configuration import mesh_streams
@@ -289,7 +290,7 @@ def _instance_report(
         card=card,
         age_s=max(0.0, time.time() - card.started),
         load=[loads[rank] for rank in sorted(loads)],
-        eligible=not reason and routable(card) and card.role is not Role.PARKED,
+        eligible=not reason and routable(card) and card.state is not WorkerState.STANDBY,
         reason=reason,
         leads=leads,
         speed=[speeds[rank] for rank in sorted(speeds)],

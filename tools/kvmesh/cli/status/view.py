@@ -17,6 +17,7 @@ from kvmesh.bus.messages import (
     NodeStore,
     RankSpeed,
     Role,
+    WorkerState,
     incompatible_models,
 )
 from kvmesh.cli.models.aliases import alias_table
@@ -178,7 +179,7 @@ def _idle_models(models: list[IdleModelReport]) -> FittedTable:
 
 
 def _role(card: Instance) -> str:
-    role = Role.WORKER if card.role is Role.PARKED else card.role
+    role = Role.WORKER if card.state is WorkerState.STANDBY else card.role
     if card.model is not None and card.model.task != GENERATE:
         return f"{card.model.task} {role}"
     return role if card.serves == "aggregated" else f"{card.serves} {role}"
@@ -186,11 +187,11 @@ def _role(card: Instance) -> str:
 
 def _state(member: InstanceReport) -> str | Text:
     card = member.card
-    if card.role is Role.PARKED:
+    if card.state is WorkerState.STANDBY:
         return "asleep" if card.asleep else "parked"
     if card.labels.get(STATE) == REFUSED_STATE:
         return Text("refused", "red")
-    if card.draining:
+    if card.state is WorkerState.DRAINING:
         return Text("draining", "yellow")
     if member.reason:
         return Text("incompatible", "red")

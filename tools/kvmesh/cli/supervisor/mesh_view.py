@@ -18,7 +18,7 @@ from kvmesh.bus.errors import (
     ServerUnfit,
     cause,
 )
-from kvmesh.bus.messages import Instance, Load, MessageDecoder, Role, Starting, adapter_name
+from kvmesh.bus.messages import Instance, Load, MessageDecoder, Starting, WorkerState, adapter_name
 from kvmesh.bus.storage.buckets import read_headers
 from kvmesh.bus.streams.configuration import purge_states
 from kvmesh.bus.streams.preparation import prepare_streams, why_not_ready
@@ -109,14 +109,14 @@ class MeshView:
         """Names of the processes that may be given work."""
         cards = self._directory.instances
         incompatible = misfits(cards)
-        serving = (card for card in cards if card.role is not Role.PARKED and routable(card))
+        serving = (c for c in cards if c.state is not WorkerState.STANDBY and routable(c))
         return {card.name for card in serving if card.instance not in incompatible}
 
     @property
     def present(self) -> set[str]:
         """Names of the processes that may be given work, or that wait to be promoted."""
         cards = self._directory.instances
-        return self.routable | {card.name for card in cards if card.role is Role.PARKED}
+        return self.routable | {c.name for c in cards if c.state is WorkerState.STANDBY}
 
     @property
     def joined(self) -> dict[str, set[str]]:

@@ -18,6 +18,7 @@ from kvmesh.bus.messages import (
     PoolPlan,
     RouteEvent,
     SeqEvent,
+    WorkerState,
 )
 from kvmesh.planner.core.batch_work import BatchWork
 from kvmesh.planner.core.demand import Demand
@@ -78,10 +79,14 @@ class PlannerCore:
     # signals
 
     def joined(self, card: Instance, pool: str, now: float, new: bool = True) -> None:
-        """A worker of `pool` is ready, or its card has changed; it may have come from elsewhere.
+        """A worker of `pool`, which may have come from another one, is there or has another card.
 
         One that is not `new` has served other requests before: it is none of those that start.
         """
+        if card.state is WorkerState.STANDBY:
+            self.model = self.model or card.parked_for
+            self._view(pool).standby.joined(card)
+            return
         now = self._seen(now)
         if card.model is not None:
             self.model = card.model.name
@@ -103,16 +108,6 @@ class PlannerCore:
         view.joined(card, now, begun=before is not None or not new)
         self.traffic.joined(card.instance, now)
 
-    def parked(self, card: Instance, pool: str) -> None:
-        """A worker of `pool` is parked, and can be promoted."""
-        self.model = self.model or card.parked_for
-        self._view(pool).parked.add(card)
-
-    def unparked(self, instance: str) -> None:
-        """A parked worker has left, or is being promoted."""
-        for view in self.pools:
-            view.parked.cards.pop(instance, None)
-
     def promote(self, now: float) -> list[tuple[str, str]]:
         """The parked workers to promote now, each with its pool; they count as promoted."""
         now = self._seen(now)
@@ -121,7 +116,7 @@ class PlannerCore:
     def promotion_failed(self, instance: str) -> None:
         """A worker refuses to be promoted, or does not reply: another one is, or it once more."""
         for view in self.pools:
-            view.parked.failed(instance)
+            view.standby.not_promoted(instance)
 
     def surplus(self, now: float) -> list[tuple[str, bool]]:
         """Ready workers beyond those wanted: each is to sleep if True, else to drain.
@@ -133,7 +128,7 @@ class PlannerCore:
         found: list[tuple[str, bool]] = []
         for view in self.pools:
             for instance in self.worth.least(view.stoppable, now)[: view.surplus(now)]:
-                able = view.sleepers.able(view.cards[instance], now)
+                able = view.standby.can_sleep(view.cards[instance], now)
                 if able or view.pool.parked:
                     found.append((instance, able))
                 else:
@@ -141,28 +136,23 @@ class PlannerCore:
         return found
 
     @property
-    def sleepers(self) -> dict[str, int]:
+    def asleep(self) -> dict[str, int]:
         """The number of workers of each pool that sleep in place of being stopped."""
-        return {view.pool.name: view.sleepers.count for view in self.pools}
+        return {view.pool.name: view.standby.asleep for view in self.pools}
 
-    def restore_sleepers(self, sleepers: Mapping[str, int]) -> None:
-        """Take over `sleepers` of before, or of another planner, before the place is observed."""
+    def restore_asleep(self, asleep: Mapping[str, int]) -> None:
+        """Take over the `asleep` of before, or of another planner, before a place is observed."""
         for view in self.pools:
-            most = view.pool.asleep
-            view.sleepers.count = min(max(sleepers.get(view.pool.name, 0), 0), most)
+            view.standby.asleep = min(max(asleep.get(view.pool.name, 0), 0), view.pool.asleep)
 
     def told_to_sleep(self, instance: str) -> None:
-        """A worker is told to sleep; `take_awake` says if it serves on."""
+        """A worker is told to sleep, and may serve on."""
         view = self._pool_of.get(instance)
         if view is not None:
-            view.sleepers.told.add(instance)
-
-    def take_awake(self) -> list[str]:
-        """Workers that were told to sleep, have drained, and serve on; each is named once."""
-        return [instance for view in self.pools for instance in view.take_awake()]
+            view.standby.tell(instance)
 
     def stays_awake(self, instance: str, now: float) -> None:
-        """A worker that was told to sleep refuses, does not reply, or serves on."""
+        """A worker that was told to sleep refuses, or does not reply."""
         now = self._seen(now)
         for view in self.pools:
             view.stays_awake(instance, now)
@@ -176,11 +166,13 @@ class PlannerCore:
         return view.pool.name if view is not None else None
 
     def left(self, instance: str) -> None:
-        """A worker has left: its figures leave all sums with it."""
+        """A worker has left, or is being promoted: its figures leave all sums with it."""
         self.switches.ended(instance)
-        view = self._pool_of.pop(instance, None)
-        if view is not None:
-            view.left(instance)
+        for view in self.pools:
+            view.standby.cards.pop(instance, None)
+        own = self._pool_of.pop(instance, None)
+        if own is not None:
+            own.left(instance)
         self.worth.left(instance)
         self.traffic.left(instance)
 

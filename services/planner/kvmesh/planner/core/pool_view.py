@@ -1,26 +1,30 @@
 """One pool as the planner sees it: its workers, their loads, starts and step times."""
 
+import logging
 from collections.abc import Sequence
 from math import inf
 
-from kvmesh.bus.messages import Instance, Load, PoolPlan, StartPhase
+from kvmesh.bus.messages import Instance, Load, PoolPlan, StartPhase, WorkerState
 from kvmesh.planner.capacity.profiled_times import KnownTimes, ProfiledTimes
 from kvmesh.planner.capacity.queueing import ModelledEngine
 from kvmesh.planner.capacity.step_times import StepTimesFit
-from kvmesh.planner.core.parked import ParkedPool, Rises, SleepingPool
 from kvmesh.planner.core.pools import Pool
+from kvmesh.planner.core.standby import Rises, Standby
 from kvmesh.planner.core.starts import Starts
+
+log = logging.getLogger(__name__)
 
 
 class PoolView:
-    """`wanted` is the number of workers that should run, those that are starting included."""
+    """`wanted` is the number of workers that should serve, those that are starting included.
+
+    `cards` are those of workers that serve or drain; `standby` has the others.
+    """
 
     def __init__(self, pool: Pool, startup_s: float) -> None:
         self.pool = pool
         self.starts = Starts(startup_s)
-        self.parked = ParkedPool()
-        self.sleepers = SleepingPool()
-        self._awake: list[str] = []
+        self.standby = Standby()
         self.rises = Rises()
         self.wanted = 0
         self.cards: dict[str, Instance] = {}
@@ -34,7 +38,7 @@ class PoolView:
     @property
     def ready(self) -> list[str]:
         """Instances that take requests."""
-        return [instance for instance, card in self.cards.items() if not card.draining]
+        return [i for i, card in self.cards.items() if card.state is WorkerState.SERVING]
 
     @property
     def stoppable(self) -> list[str]:
@@ -70,44 +74,37 @@ class PoolView:
     def most(self, now: float) -> int:
         """The most workers now: no new ones while starts of this pool fail."""
         if self.starts.blocked(now):
-            able = len(self.ready) + len(self.parked.cards)
+            able = len(self.ready) + len(self.standby.cards)
             return max(min(self.pool.max, able), self.pool.min)
         return self.pool.max
 
     @property
     def lag_s(self) -> float:
         """Seconds until one worker more is ready: by a promotion while a parked one is there."""
-        return self.starts.promotion_s if self.parked.waiting else self.starts.startup_s
+        return self.starts.promotion_s if self.standby.waiting else self.starts.startup_s
 
     def promote(self, now: float) -> list[str]:
         """The parked workers to promote now."""
         if not self.pool.promotes:
             return []
         missing = self.wanted - len(self.ready)
-        return self.parked.promote(missing, self.starts.promotion_s, now)
+        return self.standby.promote(missing, self.starts.promotion_s, now)
 
     def surplus(self, now: float) -> int:
-        """The number of ready workers that are too many, and are to be parked or asleep."""
-        return self.parked.surplus(self.ready, self.wanted, now) if self.pool.promotes else 0
+        """The number of ready workers that are too many, and are to be on standby."""
+        if not self.pool.promotes:
+            return 0
+        return self.standby.surplus(len(self.ready) - self.wanted, now)
 
     def fall_asleep(self, stop: Sequence[str], before: int, now: float) -> list[str]:
         """Those of the workers to `stop` that sleep instead; `before` workers were wanted."""
-        self.sleepers.rise(self.wanted - before)
-        if self.wanted >= before:
-            return []
         leaving = [self.cards[instance] for instance in stop if instance in self.cards]
-        return self.sleepers.fall(leaving, self.pool.asleep, now)
+        return self.standby.resize(self.wanted - before, leaving, self.pool.asleep, now)
 
     def stays_awake(self, instance: str, now: float) -> None:
-        """A worker that was told to sleep refuses: it counts as one that serves again."""
-        asleep = sum(self.parked.cards[each].asleep for each in self.parked.waiting)
-        if instance in self.cards and self.sleepers.refused(instance, asleep, now):
+        """A worker that was told to sleep serves on: it counts as one that serves again."""
+        if instance in self.cards and self.standby.refused(instance, now):
             self.shift(1)
-
-    def take_awake(self) -> list[str]:
-        """Workers that were told to sleep and serve on; each is named once."""
-        awake, self._awake = self._awake, []
-        return [instance for instance in awake if instance in self.cards]
 
     def kind(self) -> ModelledEngine | None:
         """The engine of this pool's workers, as of its last worker; None until it is known."""
@@ -150,14 +147,16 @@ class PoolView:
         return None
 
     def joined(self, card: Instance, now: float, begun: bool) -> None:
+        """A worker serves or drains; it has `begun` unless it is one of those that start."""
         known = self.cards.get(card.instance)
         self.cards[card.instance] = card
-        told = known is not None and known.draining and card.instance in self.sleepers.told
-        if told and not card.draining:  # it has tried, and cannot leave its requests
-            self._awake.append(card.instance)
-        if not begun and not card.draining:
+        if card.state is WorkerState.SERVING and not begun:
             self.starts.ready(now, _start_s(card), card.promoted_s)
-        self.parked.ready(card.instance)
+        self.standby.serves(card.instance)
+        drained = known is not None and known.state is WorkerState.DRAINING
+        if drained and card.state is WorkerState.SERVING and self.standby.has_told(card.instance):
+            log.warning("%s serves on: nobody else can continue its requests", card.instance)
+            self.stays_awake(card.instance, now)
         if self._fit is None and card.capacity is not None and card.model is not None:
             size, capacity = card.model.block_size, card.capacity
             self._fit = StepTimesFit(size, capacity.max_batched_tokens, capacity.blocks * size)
@@ -166,7 +165,7 @@ class PoolView:
 
     def left(self, instance: str) -> None:
         self.cards.pop(instance, None)
-        self.sleepers.keep(self.cards)
+        self.standby.left(instance, self.cards)
         if self._fit is not None:
             self._fit.left(instance)
         for key in [key for key in self._loads if key[0] == instance]:

@@ -330,8 +330,9 @@ def test_blocks_are_taken_by_value(steps: list[ValueStep]) -> None:
         elif action == "expect":
             fading = [rate * 2.0**-k for k in range(16)]
             one = expect(pool, fading, *some)
-            for n in some:
-                expected[n] = list(with_expectation(expected.get(n, ()), one, pool.now))
+            expected |= {
+                n: list(with_expectation(expected.get(n, ()), one, pool.now)) for n in some
+            }
         elif action == "over" and used and used[0] in expected:
             for one in expected[used[0]]:
                 if not any(one in expected.get(n, ()) for n in free):

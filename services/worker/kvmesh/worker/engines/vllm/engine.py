@@ -386,7 +386,7 @@ class VllmEngine(PrefetchingAdapter):
         )
 
     def _follow(self, sink: Sink) -> None:
-        for feed in self._feeds:  # of the life before
+        for feed in self._feeds:  # of the time before
             feed.ledger.clear()
             feed.sink = sink
         if self._feeds:

@@ -1,4 +1,4 @@
-"""Workers that serve as those of another pool than the one in which their place counts them."""
+"""The pools as which workers serve, where their place counts them in others."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,18 +11,13 @@ ELSEWHERE = ""  # stands for the pool of a worker that serves as those of none
 
 
 @dataclass
-class Homes:
-    """The workers that serve as those of another pool than the one in which their place has them.
-
-    The place counts a worker in its own pool, its *home*, whatever it serves. `moved_in` is the
-    number of workers that each pool has from others, less those that it has given.
-    """
+class PoolAssignment:
+    """The place counts a worker in its own pool, its *home*, whatever it serves."""
 
     pools: Sequence[Pool]
-    moved_in: dict[str, int] = field(default_factory=dict)
     _numbers: dict[str, int] = field(default_factory=dict)
     _home: dict[str, str] = field(default_factory=dict)
-    _served: dict[str, str] = field(default_factory=dict)
+    _served: dict[str, str] = field(default_factory=dict)  # of those that serve elsewhere
 
     def observe(
         self, place: Mapping[str, PoolState], serving: Callable[[str], str | None]
@@ -37,18 +32,16 @@ class Homes:
         self._numbers = {pool: state.wanted for pool, state in place.items()}
         self._home = {name: pool for pool, state in place.items() for name in state.workers}
         before, self._served = self._served, {}
-        self.moved_in = {}
         for name, home in self._home.items():
             pool = serving(name)
-            if pool is None or home not in pools:
+            if pool in (None, home) or home not in pools:
                 continue
             if pool == ELSEWHERE or (pool in pools and exchangeable(pools[pool], pools[home])):
                 self._served[name] = pool
-                self._count(home, pool)
-        names = [name for name in self._home if before.get(name) != self._served.get(name)]
         return [
-            (before.get(name, self._home[name]), self._served.get(name, self._home[name]))
-            for name in names
+            (before.get(name, home), self._served.get(name, home))
+            for name, home in self._home.items()
+            if before.get(name) != self._served.get(name)
         ]
 
     def knows(self, name: str) -> bool:
@@ -61,17 +54,16 @@ class Homes:
 
     def switched(self, name: str, target: str) -> None:
         """The planner has decided that a worker serves as those of pool `target`."""
-        home = self._home[name]
-        self._count(self._served.pop(name, home), target)
-        if target != home:
-            self._served[name] = target
+        self._served[name] = target
+        if target == self._home[name]:
+            del self._served[name]
 
     def at_place(self, wanted: Mapping[str, int], stop: Collection[str]) -> dict[str, int]:
         """The changed numbers to ask the place for, so that `wanted` serve as each pool's.
 
         `stop` are names of workers that end: each leaves its home.
         """
-        numbers = {pool: n - self.moved_in.get(pool, 0) for pool, n in wanted.items()}
+        numbers = {pool: n - self._moved_in(pool) for pool, n in wanted.items()}
         for name in stop:
             served = self._served.get(name)
             if served in numbers:
@@ -82,9 +74,10 @@ class Homes:
 
     def as_served(self) -> dict[str, int]:
         """The numbers that the place reports, with each worker in the pool as which it serves."""
-        return {pool: n + self.moved_in.get(pool, 0) for pool, n in self._numbers.items()}
+        return {pool: n + self._moved_in(pool) for pool, n in self._numbers.items()}
 
-    def _count(self, source: str, target: str) -> None:
-        if source != target:
-            self.moved_in[source] = self.moved_in.get(source, 0) - 1
-            self.moved_in[target] = self.moved_in.get(target, 0) + 1
+    def _moved_in(self, pool: str) -> int:
+        """The workers that a pool has from others, less those that it has given."""
+        return sum(
+            (served == pool) - (self._home[name] == pool) for name, served in self._served.items()
+        )

@@ -1,4 +1,4 @@
-"""Facts that a worker which wakes takes over from its life before it fell asleep."""
+"""Facts that a worker which wakes takes over from the time before it fell asleep."""
 
 from dataclasses import dataclass, field
 
@@ -6,7 +6,7 @@ from kvmesh.bus.messages import ModelCard, Phase
 
 
 @dataclass(frozen=True)
-class EarlierLife:
+class BeforeStandby:
     """Facts of its card, and the id of each rank's next KV event.
 
     Events of one instance never repeat an id: indexers would take them for old ones. `startup_s`

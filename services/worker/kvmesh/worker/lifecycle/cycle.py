@@ -1,4 +1,4 @@
-"""The lives of one worker process: a node for each, and what the worker does between them."""
+"""The states of one worker process: a node for each time that it serves, standby in between."""
 
 import asyncio
 import logging
@@ -13,22 +13,22 @@ from kvmesh.runtime.service import Service
 from kvmesh.settings import Settings
 from kvmesh.worker.capabilities import Sleeping
 from kvmesh.worker.engine import Engine, EngineError
-from kvmesh.worker.lives.further_engines import FurtherEngines
-from kvmesh.worker.lives.parking import wait_asleep, wait_parked
+from kvmesh.worker.lifecycle.further_engines import FurtherEngines
+from kvmesh.worker.lifecycle.standby import Standby
 from kvmesh.worker.lora.copies import CopyExchange
 from kvmesh.worker.model_card import parked_card
 from kvmesh.worker.node import WorkerNode
 from kvmesh.worker.requests.serving_sample import ServingSample
-from kvmesh.worker.start.earlier_life import EarlierLife
+from kvmesh.worker.start.before_standby import BeforeStandby
 from kvmesh.worker.start.report import StartReport
 
 log = logging.getLogger(__name__)
 
 
-class WorkerLives:
+class WorkerLifecycle:
     """Serves with `engine` until `service.stopping`; in between it may sleep, again and again.
 
-    `node` is that of the present life, or of the one to come. `on_end` is that of `WorkerNode`;
+    `node` is the present one, or on standby the next one. `on_end` is that of `WorkerNode`;
     `report` tells observers of the first start, on the `timeline` of all. Files of adapters travel
     through the `exchange`, if any.
     """
@@ -50,6 +50,7 @@ class WorkerLives:
         self._on_end = on_end
         self._report = report
         self._exchange = exchange
+        self._standby = Standby(service.bus, service.limits, service.stopping)
         self._weights = ""
         self._sample: ServingSample | None = None
         self._slept = False
@@ -110,8 +111,8 @@ class WorkerLives:
         await self.node.publish_compiled(offer)
 
     @property
-    def rest(self) -> str:
-        """The word for its state while the worker waits, "parked" or "asleep"; else empty."""
+    def standby(self) -> str:
+        """The form of its standby, "parked" or "asleep"; empty if the worker is not on standby."""
         present = self.timeline.present()
         if present is None or present[0] != StartPhase.PARKED:
             return ""
@@ -133,25 +134,13 @@ class WorkerLives:
     async def _wait_parked(self) -> bool:
         service = self._service
         card = parked_card(service.settings.worker, self._model, service.instance, service.name)
-        return await wait_parked(
-            service.bus, self._engine, card, service.limits, self._report, service.stopping
-        )
+        return await self._standby.park(self._engine, card, self._report)
 
     async def _serve(self) -> bool:
-        """Serve until the worker has dozed off: True; or is to end: False."""
-        node, stopping = self.node, self._service.stopping
-        while await _first(node.wants_sleep, stopping):
-            dozing = asyncio.create_task(
-                node.doze(self._service.settings.worker.drain_timeout_s), name="falling asleep"
-            )
-            ending = asyncio.create_task(stopping.wait())
-            await asyncio.wait([dozing, ending], return_when=asyncio.FIRST_COMPLETED)
-            ending.cancel()
-            if stopping.is_set():
-                dozing.cancel()
-                await asyncio.wait([dozing])
-                return False
-            if dozing.result():
+        """Serve until the worker has drained to sleep: True; or is to end: False."""
+        node, timeout = self.node, self._service.settings.worker.drain_timeout_s
+        while await self._standby.await_unless_stopping(node.wants_sleep.wait()):
+            if await self._standby.await_unless_stopping(node.drain_to_sleep(timeout)):
                 return True
         return False
 
@@ -162,35 +151,33 @@ class WorkerLives:
         self._slept = True
         report.timeline.begin_again()
         with report.timeline.phase(StartPhase.PARKED):  # observers count it as waiting at once
-            earlier = await self.node.leave()
-            self.node = self._make_node(earlier)
-            worker = self._settings(earlier).worker
+            before = await self.node.leave()
+            self.node = self._make_node(before)
+            worker = self._settings(before).worker
             card = parked_card(worker, self._model, service.instance, service.name)
             card = replace(
                 card,
-                phases=earlier.phases,
-                startup_s=earlier.startup_s,
-                served=earlier.model,
+                phases=before.phases,
+                startup_s=before.startup_s,
+                served=before.model,
                 compiled=self._compiled,
             )
-            return await wait_asleep(
-                service.bus, engine, card, service.limits, report, service.stopping
-            )
+            return await self._standby.sleep(engine, card, report)
 
-    def _settings(self, earlier: EarlierLife | None) -> Settings:
+    def _settings(self, before: BeforeStandby | None) -> Settings:
         """The settings, with the role that the worker had last."""
         settings = self._service.settings
-        serves = earlier.serves if earlier is not None else ""
+        serves = before.serves if before is not None else ""
         if not serves:
             return settings
         return replace(settings, worker=replace(settings.worker, serves=serves))
 
-    def _make_node(self, earlier: EarlierLife | None) -> WorkerNode:
+    def _make_node(self, before: BeforeStandby | None) -> WorkerNode:
         service = self._service
         node = WorkerNode(
             service.bus,
             self._engine,
-            self._settings(earlier),
+            self._settings(before),
             self._folder,
             service.name,
             service.instance,
@@ -199,21 +186,10 @@ class WorkerLives:
             service.warnings,
             self.timeline,
             self._exchange,
-            earlier,
+            before,
         )
         node.sources = lambda: self.sources()
         node.set_weights(self._weights)
         if self._sample is not None:
             node.watch(self._sample)
         return node
-
-
-async def _first(wanted: asyncio.Event, stopping: asyncio.Event) -> bool:
-    """True once `wanted` is set, False once `stopping` is, which counts first."""
-    waits = [asyncio.create_task(event.wait()) for event in (wanted, stopping)]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in waits:
-            task.cancel()
-    return not stopping.is_set()
