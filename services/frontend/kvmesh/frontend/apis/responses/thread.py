@@ -54,9 +54,8 @@ class ResponsesThread:
         self._body = body
         self._correct = correct
         self.previous = body.previous_response_id
-        conversation = body.conversation
-        named = isinstance(conversation, ConversationParam)
-        self.conversation = conversation.id if named else conversation
+        named = body.conversation
+        self.conversation = named.id if isinstance(named, ConversationParam) else named
         self.store = body.store is not False
         self._before: list[Raw] = []  # the items that it continues
         self._resolved: list[Raw] | None = None

@@ -39,7 +39,7 @@ def _inputs(work: Work, pooling: Pooling) -> Iterator[list[int]]:
 
 def _embedding(tokens: list[int], length: int) -> Vector:
     """The sum of fixed vectors of the tokens, of length 1."""
-    total = np.sum([_of_token(token) for token in tokens], axis=0)[:length]
+    total: Vector = np.sum([_of_token(token) for token in tokens], axis=0)[:length]
     norm = float(np.linalg.norm(total))
     return (total / (norm or 1.0)).astype("<f4")
 
