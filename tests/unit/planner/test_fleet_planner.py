@@ -19,7 +19,14 @@ from kvmesh.bus.messages import (
     Sleep,
     WorkerState,
 )
-from kvmesh.planner.actions import Action, Command, Decided, Observation, Scale, Unplanned
+from kvmesh.planner.actions import (
+    Action,
+    Decided,
+    Observation,
+    ScaleFleet,
+    Unplanned,
+    WorkerCommand,
+)
 from kvmesh.planner.connectors.interface import PoolState
 from kvmesh.planner.core.groups.role_switches import PlannedSwitch
 from kvmesh.planner.core.options import PlanOptions
@@ -90,24 +97,24 @@ class Case:
     seen: dict[str, Any] = field(default_factory=dict)
 
 
-def command(instance: str, order: Any, pool: str = "w") -> Command:
-    return Command("m", pool, instance, instance[:3], order)
+def command(instance: str, order: Any, pool: str = "w") -> WorkerCommand:
+    return WorkerCommand("m", pool, instance, instance[:3], order)
 
 
 CASES = {
     "what is wanted runs": Case("w:min=2", [named(A), named(B)], {"w": 2}),
     "a pool below its least size grows": Case(
-        "w:min=3", [named(A)], {"w": 1}, [Scale({"w": 3}, [])]
+        "w:min=3", [named(A)], {"w": 1}, [ScaleFleet({"w": 3}, [])]
     ),
     "a pool above its bound shrinks": Case(
-        "w:max=1", [named(A), named(B)], {"w": 2}, [Scale({"w": 1}, ["a-0"])]
+        "w:max=1", [named(A), named(B)], {"w": 2}, [ScaleFleet({"w": 1}, ["a-0"])]
     ),
     "a place that chooses is told no names": Case(
-        "w:max=1", [named(A), named(B)], {"w": 2}, [Scale({"w": 1}, [])], {"chooses": False}
+        "w:max=1", [named(A), named(B)], {"w": 2}, [ScaleFleet({"w": 1}, [])], {"chooses": False}
     ),
     "workers that start end before ready ones": Case(
         "w:max=1", [named(A), named(B)], {"w": PoolState(3, ("a-0", "b-0", "c-0"))},
-        [Scale({"w": 1}, ["a-0", "c-0"])],
+        [ScaleFleet({"w": 1}, ["a-0", "c-0"])],
     ),
     "a place that does not reply is left alone": Case("w:min=3", [named(A)], None),
     "a change that has failed counts the workers present": Case(
@@ -117,43 +124,45 @@ CASES = {
         "w:min=2,parked=2", [named(A), named(B), parked(C)], {"w": 4}
     ),
     "the place starts them as well": Case(
-        "w:min=2,parked=2", [named(A)], {"w": 1}, [Scale({"w": 4}, [])]
+        "w:min=2,parked=2", [named(A)], {"w": 1}, [ScaleFleet({"w": 4}, [])]
     ),
     "a missing worker is replaced by one on standby": Case(
         "w:min=2,parked=1", [named(A), parked(B)], {"w": 3}, [command(B, Promote())]
     ),
     "a worker sleeps in place of one that stops": Case(
         "w:min=1,max=1,asleep=1", [able(A), able(B)], {"w": 2},
-        [command(A, Sleep()), Scale({"w": 2}, [])],
+        [command(A, Sleep()), ScaleFleet({"w": 2}, [])],
     ),
     "an advisory planner commands nobody": Case(
         "w:min=1,max=1,asleep=1,parked=1", [able(A), able(B), parked(C)], {"w": 3},
-        [Scale({"w": 2}, [])], {"advisory": True},
+        [ScaleFleet({"w": 2}, [])], {"advisory": True},
     ),
     "the last worker stays until frontends know the model": Case(
         "w:min=0", [named(A)], {"w": 1}, planner={"options": AT_ONCE}
     ),
     "and leaves then": Case(
-        "w:min=0", [named(A)], {"w": 1}, [Scale({"w": 0}, ["a-0"])],
+        "w:min=0", [named(A)], {"w": 1}, [ScaleFleet({"w": 0}, ["a-0"])],
         {"options": AT_ONCE}, {"idle_models": ("m",)},
     ),
     "a worker that changed its role leaves the pool that started it": Case(
         ROLES, [named(A, "decode"), named(B, "decode"), named(C, "prefill")],
         {"d": PoolState(1, ("b-0",)), "p": PoolState(2, ("a-0", "c-0"))},
-        [Scale({"p": 1}, ["a-0"])],
+        [ScaleFleet({"p": 1}, ["a-0"])],
     ),
     "a worker of another kind counts where it was started": Case(
         ROLES + ",o:serves=prefill", [named(A, "decode"), named(C, "prefill")],
-        {"d": 0, "p": PoolState(1, ("c-0",)), "o": PoolState(1, ("a-0",))}, [Scale({"d": 1}, [])],
+        {"d": 0, "p": PoolState(1, ("c-0",)), "o": PoolState(1, ("a-0",))},
+        [ScaleFleet({"d": 1}, [])],
     ),
     "a worker that serves what no pool does counts nowhere": Case(
         "d:serves=decode,kind=x,min=2,p:serves=prefill,kind=x",
         [named(B, "decode"), named(C, "prefill"), named(A)],
-        {"d": PoolState(2, ("a-0", "b-0")), "p": PoolState(1, ("c-0",))}, [Scale({"d": 3}, [])],
+        {"d": PoolState(2, ("a-0", "b-0")), "p": PoolState(1, ("c-0",))},
+        [ScaleFleet({"d": 3}, [])],
     ),
     "models share a budget of devices": Case(
         "w:min=2,model=m,v:min=1,model=n", [named(A), named(B, model="n")], {"w": 1, "v": 1},
-        [Scale({"w": 2}, [])], {"options": {"max_devices": 3}},
+        [ScaleFleet({"w": 2}, [])], {"options": {"max_devices": 3}},
     ),
 }  # fmt: skip
 
@@ -191,9 +200,9 @@ def test_a_plan_that_changes_nothing_is_recorded_now_and_then() -> None:
 
 def test_a_change_that_the_place_does_not_make_is_one_decision() -> None:
     fleet = Fleet("w:min=3", named(A))
-    assert fleet.decide({"w": 1}) == [Scale({"w": 3}, [])]
+    assert fleet.decide({"w": 1}) == [ScaleFleet({"w": 3}, [])]
     assert fleet.plans[0].changed
-    assert fleet.decide({"w": 1}, failed=True) == [Scale({"w": 3}, [])]
+    assert fleet.decide({"w": 1}, failed=True) == [ScaleFleet({"w": 3}, [])]
     assert not fleet.plans[0].changed
 
 
@@ -218,7 +227,7 @@ def test_a_worker_that_refuses_to_sleep_counts_and_stops_instead() -> None:
     (asleep, _) = fleet.decide({"w": 2})
     assert asleep == command(A, Sleep())
     fleet.planner.refused(command(A, Sleep()), fleet.now)
-    assert fleet.decide({"w": 2}) == [Scale({"w": 1}, ["a-0"])]
+    assert fleet.decide({"w": 2}) == [ScaleFleet({"w": 1}, ["a-0"])]
     assert fleet.plans[0].due
 
 
@@ -256,7 +265,7 @@ def test_surplus_workers_that_cannot_wait_count_and_may_stop() -> None:
     fleet.card(named(B))
     assert fleet.decide({"w": 2}) == []
     assert fleet.decide({"w": 2}, SURPLUS_S) == []
-    assert fleet.decide({"w": 2}) == [Scale({"w": 1}, ["a-0"])]
+    assert fleet.decide({"w": 2}) == [ScaleFleet({"w": 1}, ["a-0"])]
 
 
 def test_a_switch_of_roles_needs_no_change_of_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +322,6 @@ def test_the_planner_of_one_model_may_fail(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(fleet.models.cores["m"], "decide", fail)
     assert fleet.decide({"w": 1, "v": 1}, failed=True) == [
         Unplanned("m", error),
-        Scale({"v": 2}, []),
+        ScaleFleet({"v": 2}, []),
     ]
     assert [each.model for each in fleet.plans] == ["n"]

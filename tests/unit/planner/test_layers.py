@@ -6,7 +6,7 @@ LAYERS = [
     ["service"],
     ["fleet_driver", "fleet_planner", "idle_models", "leadership", "oracle_client"],
     ["models", "record", "worker_commands"],
-    ["actions", "assignment"],
+    ["actions"],
     ["metrics", "connectors", "config"],
     ["profiles"],
     ["core"],
@@ -23,5 +23,5 @@ def test_imports_only_point_downwards() -> None:
 
 def test_decisions_have_no_event_loop_and_no_clock() -> None:
     pure = ["core", "capacity", "prediction", "config", "fleet_planner", "models", "actions"]
-    pure += ["assignment", "record"]
+    pure += ["record"]
     assert imports_of("planner", pure, ["asyncio", "datetime", "threading", "time"]) == []

@@ -15,7 +15,7 @@ from kvmesh.bus.messages import (
     Sleep,
     WorkerState,
 )
-from kvmesh.planner.actions import Command, Decided, Observation, Scale, Unplanned
+from kvmesh.planner.actions import Decided, Observation, ScaleFleet, Unplanned, WorkerCommand
 from kvmesh.planner.connectors.interface import PoolState
 from kvmesh.planner.core.groups.candidates import Plan
 from kvmesh.planner.core.options import PlanOptions
@@ -79,15 +79,15 @@ class SimulatedPlanner:
                     raise error
                 case Decided(_, plan, before) if plan.switches or plan.wanted != before:
                     self.plans.append((now, plan))
-                case Scale(numbers, stop):
+                case ScaleFleet(numbers, stop):
                     cards = [self._models.latest(name) for name in stop]
                     target.stop.extend(card.instance for card in cards if card is not None)
                     for pool, number in numbers.items():
                         target.counts[self._names.index(pool)] = number
-                case Command(_, pool, instance, _, Serve()):
+                case WorkerCommand(_, pool, instance, _, Serve()):
                     target.switches[instance] = self._names.index(pool)
-                case Command(_, _, instance, _, Promote()):
+                case WorkerCommand(_, _, instance, _, Promote()):
                     target.promote.append(instance)
-                case Command(_, _, instance, _, order):
+                case WorkerCommand(_, _, instance, _, order):
                     target.standby[instance] = isinstance(order, Sleep)
         return target

@@ -1,4 +1,4 @@
-"""What a decision about the fleet starts from, and what it has the service do."""
+"""The facts from which a decision about the fleet starts, and the actions that it returns."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Unplanned:
 
 
 @dataclass(frozen=True)
-class Scale:
+class ScaleFleet:
     """Have the place run these numbers of workers, those named in `stop` ending first."""
 
     pools: dict[str, int]
@@ -56,7 +56,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Command:
+class WorkerCommand:
     """Have a worker, of `pool` from then on, change its state or its role."""
 
     model: str
@@ -66,4 +66,4 @@ class Command:
     order: Promote | Sleep | Drain | Serve
 
 
-Action = Decided | Unplanned | Scale | Command
+Action = Decided | Unplanned | ScaleFleet | WorkerCommand

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 
 from kvmesh.planner import metrics
-from kvmesh.planner.actions import Scale
+from kvmesh.planner.actions import ScaleFleet
 from kvmesh.planner.connectors.interface import Connector, ConnectorError, PoolState
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.warnings import Warnings
@@ -52,7 +52,7 @@ class FleetDriver:
             self._warnings.update("connector", {})
         return found
 
-    def start_change(self, change: Scale) -> None:
+    def start_change(self, change: ScaleFleet) -> None:
         """Set the numbers of workers in the background."""
         self._changing = True
         self._asked = change.pools

@@ -28,7 +28,14 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.storage.buckets import KnownEntries, keys_reader
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.planner import metrics
-from kvmesh.planner.actions import Action, Command, Decided, Observation, Scale, Unplanned
+from kvmesh.planner.actions import (
+    Action,
+    Decided,
+    Observation,
+    ScaleFleet,
+    Unplanned,
+    WorkerCommand,
+)
 from kvmesh.planner.config import plan_options, with_changes
 from kvmesh.planner.connectors.registry import create_connector
 from kvmesh.planner.errors import PlannerConfigError
@@ -280,9 +287,9 @@ class PlannerService:
             return
         for action in actions:
             match action:
-                case Command():
+                case WorkerCommand():
                     self._commands.start(action)
-                case Scale():
+                case ScaleFleet():
                     self._driver.start_change(action)
 
     def _warn_of_failures(self, failures: list[Unplanned]) -> None:

@@ -7,7 +7,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import ControlReply, Drain, MessageDecoder, Promote, Serve, Sleep
 from kvmesh.planner import metrics
-from kvmesh.planner.actions import Command
+from kvmesh.planner.actions import WorkerCommand
 from kvmesh.planner.core.groups.role_switches import SWITCH_S
 from kvmesh.runtime.background import BackgroundTasks
 
@@ -28,19 +28,19 @@ class WorkerCommands:
     Its success is the worker's card.
     """
 
-    def __init__(self, bus: Bus, on_failure: Callable[[Command], None]) -> None:
+    def __init__(self, bus: Bus, on_failure: Callable[[WorkerCommand], None]) -> None:
         self._bus = bus
         self._on_failure = on_failure
         self._tasks = BackgroundTasks()
 
-    def start(self, command: Command) -> None:
+    def start(self, command: WorkerCommand) -> None:
         """Send a command."""
         self._tasks.start(self._execute(command), f"command to {command.name}")
 
     async def close(self) -> None:
         await self._tasks.close()
 
-    async def _execute(self, command: Command) -> None:
+    async def _execute(self, command: WorkerCommand) -> None:
         reason = await self._send(command)
         if counter := _COUNTERS.get(type(command.order)):
             result = "failed" if reason else "done"
@@ -51,7 +51,7 @@ class WorkerCommands:
         else:
             log.info("%s is to %s, in pool %s", command.name, _does(command), command.pool)
 
-    async def _send(self, command: Command) -> str:
+    async def _send(self, command: WorkerCommand) -> str:
         """The reason if the worker does not execute the command."""
         subject = self._bus.subjects.ctl(command.instance)
         limit = SERVE_REPLY_S if isinstance(command.order, Serve) else REPLY_S
@@ -62,7 +62,7 @@ class WorkerCommands:
         return "" if reply.ok else reply.reason or "it refuses"
 
 
-def _does(command: Command) -> str:
+def _does(command: WorkerCommand) -> str:
     match command.order:
         case Promote():
             return "start"

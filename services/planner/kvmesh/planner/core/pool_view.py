@@ -9,7 +9,7 @@ from kvmesh.planner.capacity.profiled_times import KnownTimes, ProfiledTimes
 from kvmesh.planner.capacity.queueing import ModelledEngine
 from kvmesh.planner.capacity.step_times import StepTimesFit
 from kvmesh.planner.core.pools import Pool
-from kvmesh.planner.core.standby import Rises, Standby
+from kvmesh.planner.core.standby import PoolStandby, Rises
 from kvmesh.planner.core.starts import Starts
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class PoolView:
     def __init__(self, pool: Pool, startup_s: float) -> None:
         self.pool = pool
         self.starts = Starts(startup_s)
-        self.standby = Standby()
+        self.standby = PoolStandby()
         self.rises = Rises()
         self.wanted = 0
         self.cards: dict[str, Instance] = {}

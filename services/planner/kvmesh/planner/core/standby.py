@@ -15,7 +15,7 @@ MOST_CHANGES = 1024
 SURPLUS_S = 30.0  # a worker that stops shows on its card before
 
 
-class Standby:
+class PoolStandby:
     """Cards of the workers on standby, promotions under way, and workers told to sleep.
 
     A promotion counts as a worker until that is ready, or takes too long. `asleep` workers sleep,
