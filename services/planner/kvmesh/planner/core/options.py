@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from math import inf
 
+from kvmesh.bus.messages import BATCH_CLASS
 from kvmesh.planner.core.promises import Promise
 
 
@@ -26,6 +27,6 @@ class PlanOptions:
     max_devices: float = inf
     disagg_tokens: int = 2048
     zero_after_s: float = 300.0
-    batch_classes: frozenset[str] = frozenset()
+    batch_classes: frozenset[str] = frozenset({BATCH_CLASS})
     manual_hold_s: float = 900.0
     oracle_budget_s: float = 0.0
