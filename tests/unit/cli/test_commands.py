@@ -148,7 +148,7 @@ def test_version_needs_no_service_and_no_bus() -> None:
     shown = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30
     )
-    assert shown.stdout.splitlines() == ["kvmesh 0.1.0, cores interpreted", "[]"]
+    assert shown.stdout.splitlines() == ["kvmesh 0.2.0, cores interpreted", "[]"]
 
 
 def parse(own: str, sections: tuple[str, ...], *arguments: str) -> Settings:
