@@ -63,7 +63,7 @@ async def test_a_lost_store_is_filled_again_and_what_is_gone_is_named(
     assert tenants.cached("frontend-1", shared) > 0  # the tenant's secret is the same
     assert await tenants.warnings("bob are gone")
     assert await tenants.warnings("stored responses are gone")
-    assert tenants.status_of("bob") == 401
+    await eventually(lambda: tenants.status_of("bob") == 401, what="each frontend knows")
 
 
 async def test_a_frontend_that_starts_after_the_loss_shares_the_secret(

@@ -14,7 +14,7 @@ import pytest
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.tiny import tiny_model
-from support.wait import eventually
+from support.wait import PATIENCE_S, eventually
 from support.weights import CHUNK, Agents, make_weights, stored_copy
 
 from kvmesh.bus.client import Bus
@@ -30,6 +30,7 @@ from kvmesh.weights.models.folder import folder_content
 from kvmesh.weights.models.pull import ModelPull, PullReport, other_folder
 from kvmesh.weights.models.push import ModelPush, PushReport
 from kvmesh.weights.models.store import ModelStore
+from kvmesh.weights.process.search import offered
 
 LIMITS = StreamLimits(models_bytes=64 << 20)
 START_S = 180.0  # of torch on a busy machine
@@ -99,8 +100,10 @@ async def test_a_pulled_folder_is_the_pushed_one(bus: Bus, model: Path, tmp_path
 
 
 async def test_weights_come_from_workers_that_have_them(
-    bus: Bus, model: Path, tmp_path: Path, agents: Agents
+    bus: Bus, model: Path, tmp_path: Path, agents: Agents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # a busy machine stalls the worker, whose process is niced
+    monkeypatch.setattr("kvmesh.weights.stream.source._STALLED_S", PATIENCE_S)
     pushed = await push(bus, model)
     manifest = checkpoint_manifest(model, chunk_bytes=CHUNK)
     stored_copy(agents.directory("a"), model, manifest)
@@ -202,10 +205,12 @@ async def test_an_agent_takes_a_pinned_model_from_the_store_and_the_next_from_it
     assert taken is not None
     assert taken.sources == {"store": entry.weights_bytes}
     assert first.digest == entry.weights
+    await eventually(lambda: offered(bus, entry.weights), what="the first offers them")
     second = await agents.start("second", pinned=entry.weights)
     taken = await eventually(lambda: second.event(WeightsTaken), what="the second has them")
     assert taken is not None
-    assert taken.sources == {first.job.instance: entry.weights_bytes}
+    assert taken.sources.keys() <= {first.job.instance, "store"}
+    assert taken.sources[first.job.instance] > 0, "the store has what a niced process is late with"
 
 
 async def test_a_torch_worker_streams_a_model_of_the_mesh(

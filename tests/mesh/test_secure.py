@@ -50,6 +50,7 @@ from kvmesh.weights.frames import WeightsTaken
 from kvmesh.weights.models.catalog import find_model
 from kvmesh.weights.models.former import remove_former_manifests
 from kvmesh.weights.models.reference import parse_reference
+from kvmesh.weights.process.search import offered
 
 CONTROL_REPLY = MessageDecoder(ControlReply)
 
@@ -583,6 +584,7 @@ async def test_operators_push_models_and_workers_read_them(
         taken = await eventually(lambda: agent.event(WeightsTaken))
         assert taken is not None
         assert set(taken.sources) == {"store"}
+        await eventually(lambda: offered(bus, entry.weights), what="the worker offers them")
         pull = ("model", "pull", "model", str(tmp_path / "pulled"))
         pulled = await asyncio.to_thread(run, server, "operator", *pull)
         assert agent.job.instance in pulled.stdout, pulled.stderr
