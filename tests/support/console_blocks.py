@@ -19,7 +19,7 @@ CANNOT = {
     r"/etc/kvmesh|^nats-server|/run/user": "writes to folders of the system",
     r"--engine (vllm|openai)|VLLM_PLUGINS|vllm\.entrypoints": "needs vLLM: `make vllm`",
     r"kvmesh worker …": "is a part of a command",
-    r"/nvme|--transfer-host|/models/|Qwen3-8B": "names disks, hosts or models of a machine",
+    r"/nvme|--transfer-host|/models/|Qwen3-": "names disks, hosts or models of a machine",
     r"--connector kubernetes|^fleet\.sh|kvmesh planner --pools gpu|http://ctl|mesh\.example": (
         "needs a cluster"
     ),

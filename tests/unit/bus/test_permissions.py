@@ -79,7 +79,7 @@ def test_every_stream_has_a_reader_and_a_creator() -> None:
 def test_every_bucket_has_a_reader_a_writer_and_a_creator() -> None:
     buckets = {n: b for n, b in NAMES.items() if n.endswith("_bucket")}
     for name, bucket in buckets.items():
-        objects = name in ("index_bucket", "model_bucket", "model_store_bucket")
+        objects = name in ("index_bucket", "model_bucket", "model_store_bucket", "files_bucket")
         stream = f"{'OBJ' if objects else 'KV'}_{bucket}"
         entry = f"$O.{bucket}.C.x" if objects else f"$KV.{bucket}.worker.n.1"
         assert publishers(entry), name
