@@ -248,7 +248,7 @@ class _Run:
         if not self._requests.size:
             return check(b"", "", ())
         with self._requests.mapped() as data:
-            self._lines = list(spans(data))
+            self._lines = spans(data)
             return check(data, self.batch.endpoint, self._lines)
 
     async def _read_records(self) -> None:
@@ -367,7 +367,7 @@ class _Run:
         """Store the results, then the state of the batch, or read it if that has changed."""
         results = self._unstored[:]
         if not results:
-            self.batch = _merged(self.batch, await self._current())
+            self.batch = states.merged(self.batch, await self._current())
             return True
         await self._store.add_record(self.batch, self._records, results)
         self._records += 1
@@ -394,7 +394,7 @@ class _Run:
             try:
                 self._revision = await self._store.replace(batch, self._revision)
             except Conflict:
-                batch = _merged(batch, await self._current())
+                batch = states.merged(batch, await self._current())
             else:
                 self.batch = batch
                 return
@@ -439,14 +439,6 @@ class _Run:
         await self._store.clean(batch, self._records)
         log.info("batch %s has ended: %s", batch.id, batch.status)
         return False
-
-
-def _merged(batch: StoredBatch, stored: StoredBatch) -> StoredBatch:
-    """The batch, to be cancelled if somebody has stored that."""
-    if stored.cancelling_at is None or batch.cancelling_at is not None:
-        return batch
-    status: states.Status = "cancelled" if batch.status == "completed" else "cancelling"
-    return replace(batch, status=status, cancelling_at=stored.cancelling_at)
 
 
 class _Slots:
