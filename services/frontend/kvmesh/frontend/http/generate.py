@@ -268,6 +268,8 @@ class GenerateEndpoint:
         A stream opens before, and gets keep-alives meanwhile.
         """
         request, dependencies = call.request, self._dependencies
+        if not request.messages:
+            raise InvalidRequest("The conversation is empty: nothing to compact.", "input")
         if stream is not None:
             await stream.open(call.renderer.begin(), lambda: None)
             dependencies.stream_supervisor.add(stream, api.keepalive, lambda: None)
