@@ -436,7 +436,7 @@ class _Run:
     async def _end(self, batch: StoredBatch) -> bool:
         if not self.batch.ended:
             await self._change(batch)
-        await self._store.clean(batch, self._records)
+        await self._store.clean(batch)
         log.info("batch %s has ended: %s", batch.id, batch.status)
         return False
 

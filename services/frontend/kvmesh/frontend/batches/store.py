@@ -20,6 +20,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, Conflict, NotFound, StorageFull, cause
 from kvmesh.bus.storage.buckets import expiring_bucket, read_bucket
 from kvmesh.bus.storage.object_bucket import ObjectBucket
+from kvmesh.bus.storage.stored_object import StoredObject
 from kvmesh.bus.streams.configuration import ensure_stream, object_store
 from kvmesh.bus.streams.keeper import remake
 from kvmesh.frontend.auth.bucket_quota import owner_of
@@ -190,8 +191,8 @@ class BatchStore:
         keys = await read_bucket(self._bus, self._name, f"{RUNNING}.>")
         found = await self._batches_of(keys)
         for batch, _ in found:
-            if batch.ended:  # its frontend was killed before it noted that
-                await self._bucket.delete(_key(RUNNING, batch.tenant, batch.id))
+            if batch.ended:  # its frontend was killed before it had cleaned up
+                await self.clean(batch)
         return [each for each in found if not each[0].ended]
 
     async def current(self, batch: StoredBatch) -> tuple[StoredBatch, int]:
@@ -240,10 +241,15 @@ class BatchStore:
         await self._objects.put(name, spool.size, spool.read, before)
         await self._bucket.put(_key(FILE, file.tenant, file.id), msgspec.msgpack.encode(file))
 
-    async def clean(self, batch: StoredBatch, records: int) -> None:
+    async def clean(self, batch: StoredBatch) -> None:
         """Remove what only the execution of a batch has needed."""
-        for number in range(records):
-            await self._remove(_object(batch.tenant, f"{batch.id}-{number}"))
+        records: list[StoredObject] = []
+        with suppress(NotFound):
+            while True:
+                name = _object(batch.tenant, f"{batch.id}-{len(records)}")
+                records.append(await self._objects.find(name))
+        for record in reversed(records):  # one that is killed leaves those that the next one finds
+            await self._objects.remove(record)
         if batch.form == "anthropic":
             await self._remove_file(batch, batch.input_file)
         await self._bucket.delete(_key(RUNNING, batch.tenant, batch.id))
@@ -267,7 +273,13 @@ class BatchStore:
         """Raises ApiError (413) if the owner of a tenant would have too many bytes."""
         await ensure_stream(self._bus, self._spec)
         files = [_files.decode(value) for value in await self._read(FILE, tenant)]
-        used = sum(file.bytes for file in files if file.expires > self.now)
+        used, now = sum(file.bytes for file in files), self.now
+        if any(file.expires <= now for file in files):
+            inputs = {batch.input_file for batch in await self.running(tenant)}
+            for file in files:
+                if file.expires <= now and file.id not in inputs:
+                    await self._remove_file(file, file.id)
+                    used -= file.bytes
         most = int(self._settings.files_bytes * TENANT_SHARE)
         if used + size > most:
             reason = f"The files have {used} bytes; {size} more exceed {most}. Delete some files."
