@@ -27,11 +27,13 @@ from kvmesh.frontend.apis.base import StoredTurn
 from kvmesh.frontend.auth.accounts import Key
 from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.auth.tenant_secret import tenant_secret
-from kvmesh.frontend.batches.batch import StoredBatch
-from kvmesh.frontend.batches.forms import StoredFile
+from kvmesh.frontend.batches.batch import StoredBatch, cancelled
+from kvmesh.frontend.batches.forms import LineResult, StoredFile
+from kvmesh.frontend.batches.runner import BatchRunner
 from kvmesh.frontend.batches.spool import Spool
 from kvmesh.frontend.batches.store import BatchStore, LineRecord
 from kvmesh.frontend.errors import ApiError, InvalidRequest
+from kvmesh.frontend.fair_threads import FairThreads
 from kvmesh.frontend.http.responses.store import MAX_TURN, ResponseNotFound, ResponseStore
 from kvmesh.frontend.namespaces import TenantNamespaces, scoped
 from kvmesh.frontend.sessions.last_prompts import LastPrompts
@@ -65,7 +67,7 @@ def stored_file(name: str, size: int, expires: float) -> StoredFile:
 def batch(name: str, **changes: Any) -> StoredBatch:
     return StoredBatch(
         id=name, form="openai", endpoint="", tenant="t", key="", headers={}, input_file="file-b",
-        created=0.0, owner="", output_ttl_s=1.0, **changes,
+        **{"created": time.time(), "owner": "", "output_ttl_s": 1.0, **changes},
     )  # fmt: skip
 
 
@@ -115,6 +117,36 @@ async def test_what_a_batch_needed_is_removed_also_after_its_frontend_was_killed
     assert await files.all_running() == []
     assert [await files.record(ended, number) for number in range(3)] == [None] * 3
     assert await files.all_running() == []
+
+
+async def test_a_batch_ends_on_request_though_its_results_have_no_room(
+    bus: Bus, spooled: Callable[[bytes], Spool]
+) -> None:
+    files = BatchStore(bus, FrontendSettings(files_bytes=1 << 20))
+    runner = BatchRunner("f", files, FairThreads(), 1, lambda _: [], lambda _: False, lambda: True)
+
+    executed = asyncio.Event()
+
+    async def execute(*_: object) -> LineResult:
+        executed.set()
+        return LineResult(200, msgspec.json.encode(random.randbytes(2 << 20).hex()), "r")
+
+    runner.execute_with(execute)
+    line = b'{"custom_id":"a","method":"POST","url":"","body":{}}'
+    await files.add_file(stored_file("file-b", len(line), files.now + 60), spooled(line))
+    begun = batch("batch_3", owner="f")
+    runner.start(begun, await files.create(begun))
+
+    async def has(status: str) -> bool:
+        return (await files.batch("batch_3", "t"))[0].status == status
+
+    await executed.wait()
+    found, revision = await files.batch("batch_3", "t")
+    await files.change(cancelled(found, files.now), revision)
+    runner.notice("batch_3")
+    await eventually(lambda: has("failed"))
+    assert (await files.batch("batch_3", "t"))[0].faults[0].code == "storage_limit_exceeded"
+    await runner.stop()
 
 
 async def test_a_large_turn_is_stored_in_parts(store: ResponseStore) -> None:
