@@ -26,6 +26,7 @@ from kvmesh.bus.storage.shared_secret import SecretUnusable
 from kvmesh.frontend.apis.base import StoredTurn
 from kvmesh.frontend.auth.accounts import Key
 from kvmesh.frontend.auth.authenticator import Authenticator
+from kvmesh.frontend.auth.bucket_quota import owner_of
 from kvmesh.frontend.auth.tenant_secret import tenant_secret
 from kvmesh.frontend.batches.batch import StoredBatch, cancelled
 from kvmesh.frontend.batches.forms import LineResult, StoredFile
@@ -117,6 +118,24 @@ async def test_what_a_batch_needed_is_removed_also_after_its_frontend_was_killed
     assert await files.all_running() == []
     assert [await files.record(ended, number) for number in range(3)] == [None] * 3
     assert await files.all_running() == []
+
+
+async def test_batches_and_files_that_cannot_be_read_hide_no_others(
+    bus: Bus, spooled: Callable[[bytes], Spool]
+) -> None:
+    files = BatchStore(bus, FrontendSettings(files_bytes=4 << 20))
+    await files.add_file(stored_file("file-b", 1, files.now + 60), spooled(b"1"))
+    for name in ("batch_4", "batch_5"):
+        await files.create(batch(name))
+    bucket = await bus.js.context.key_value(bus.subjects.batches_bucket)
+    for kind, name in (("batch", "batch_4"), ("file", "file-c")):
+        await bucket.put(
+            f"{kind}.{owner_of('t')}.{name}", msgspec.msgpack.encode({"status": "new"})
+        )
+    assert [each.id for each, _ in await files.all_running()] == ["batch_5"]
+    assert [each.id for each in await files.batches("t", "openai")] == ["batch_5"]
+    assert [each.id for each in await files.files("t")] == ["file-b"]
+    await files.add_file(stored_file("file-d", 1, files.now + 60), spooled(b"1"))
 
 
 async def test_a_batch_ends_on_request_though_its_results_have_no_room(

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
 
 import msgspec
 import zstandard
@@ -30,6 +31,7 @@ from kvmesh.frontend.batches.spool import Spool
 from kvmesh.frontend.errors import ApiError, Unavailable
 from kvmesh.settings.schema import FrontendSettings
 
+T = TypeVar("T")
 MAX_DESCRIPTIONS = 64 << 20  # bytes of the bucket
 TENANT_SHARE = 0.25
 ACCESS_S = 10.0
@@ -108,7 +110,7 @@ class BatchStore:
     async def files(self, tenant: str) -> list[StoredFile]:
         """The files of a tenant that it may list, oldest first."""
         async with self._access():
-            found = [_files.decode(value) for value in await self._read(FILE, tenant)]
+            found = _readable(_files, await self._read(FILE, tenant))
         now = self.now
         mine = [f for f in found if f.tenant == tenant and f.expires > now and f.purpose in LISTED]
         return sorted(mine, key=lambda file: (file.created, file.id))
@@ -163,7 +165,7 @@ class BatchStore:
     async def batches(self, tenant: str, form: str) -> list[StoredBatch]:
         """The batches of a tenant that were made through one API, latest first."""
         async with self._access():
-            found = [_batches.decode(value) for value in await self._read(BATCH, tenant)]
+            found = _readable(_batches, await self._read(BATCH, tenant))
         mine = [batch for batch in found if batch.tenant == tenant and batch.form == form]
         return sorted(mine, key=lambda batch: (batch.created, batch.id), reverse=True)
 
@@ -258,7 +260,8 @@ class BatchStore:
         found = []
         for key in running:
             _, owner, batch_id = key.split(".")
-            with suppress(NotFound):  # its frontend was killed before it stored it
+            # its frontend was killed before it stored it, or is newer than this one
+            with suppress(NotFound, msgspec.MsgspecError):
                 found.append(await self._get(f"{BATCH}.{owner}.{batch_id}"))
         return found
 
@@ -272,7 +275,7 @@ class BatchStore:
     async def _reserve(self, tenant: str, size: int) -> None:
         """Raises ApiError (413) if the owner of a tenant would have too many bytes."""
         await ensure_stream(self._bus, self._spec)
-        files = [_files.decode(value) for value in await self._read(FILE, tenant)]
+        files = _readable(_files, await self._read(FILE, tenant))
         used, now = sum(file.bytes for file in files), self.now
         if any(file.expires <= now for file in files):
             inputs = {batch.input_file for batch in await self.running(tenant)}
@@ -313,6 +316,15 @@ class BatchStore:
             raise ApiError("too_large", reason, code="storage_limit_exceeded") from error
         except (BusError, TimeoutError, msgspec.MsgspecError) as error:
             raise Unavailable(f"Cannot access stored batches: {cause(error)}") from error
+
+
+def _readable(decoder: msgspec.msgpack.Decoder[T], values: Iterable[bytes]) -> list[T]:
+    """What can be decoded: newer frontends may store what this one cannot read."""
+    found = []
+    for value in values:
+        with suppress(msgspec.MsgspecError):
+            found.append(decoder.decode(value))
+    return found
 
 
 def described(
