@@ -319,7 +319,7 @@ class BatchStore:
 
 
 def _readable(decoder: msgspec.msgpack.Decoder[T], values: Iterable[bytes]) -> list[T]:
-    """What can be decoded: newer frontends may store what this one cannot read."""
+    """The values that can be decoded: newer frontends may store others."""
     found = []
     for value in values:
         with suppress(msgspec.MsgspecError):

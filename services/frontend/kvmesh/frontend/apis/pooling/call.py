@@ -1,6 +1,6 @@
 """A parsed request for vectors or scores."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -41,7 +41,7 @@ def usage_of(tokens: int) -> dict[str, int]:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-def listed(head: dict[str, object], field: str, rows: Iterator[bytes]) -> Iterator[bytes]:
+def listed(head: Mapping[str, object], field: str, rows: Iterator[bytes]) -> Iterator[bytes]:
     """The parts of an object with a list of encoded rows in its last `field`."""
     yield json_encode(head)[:-1] + b',"%b":[' % field.encode()
     for number, row in enumerate(rows):
