@@ -50,6 +50,7 @@ def running(
         "KVMESH_FRONTEND_KEYS_FILE": str(keys_file(folder)),
         "KVMESH_FRONTEND_FILES_BYTES": str(64 << 20),
         "KVMESH_FRONTEND_MAX_FILE_BYTES": str(MAX_FILE),
+        "KVMESH_FRONTEND_MAX_BODY_BYTES": str(MAX_FILE // 2),
         "KVMESH_FRONTEND_TENANT_BATCHES": "3",
         "KVMESH_FRONTEND_DRAIN_TIMEOUT_S": "1",
         "KVMESH_STREAMS_LEASE_S": "3",
@@ -228,6 +229,15 @@ def form(file: bytes, data: bytes = b"1\n") -> bytes:
     begin = b"--x\r\nContent-Disposition: form-data; "
     parts = b'name="purpose"\r\n\r\nbatch', file + b"\r\n\r\n" + data
     return b"".join(begin + part + b"\r\n" for part in parts) + b"--x--\r\n"
+
+
+async def test_a_request_is_no_larger_than_one_alone(stage: Stage) -> None:
+    async with stage.openai() as client:
+        data = line("large", request(0, user="x" * (MAX_FILE // 2))) + line("small", request(1))
+        batch = await ended(client, (await begin(client, data)).id)
+        assert (await results(client, batch.output_file_id)).keys() == {"small"}
+        bad = await results(client, batch.error_file_id)
+        assert bad["large"]["response"]["status_code"] == 413
 
 
 async def test_a_form_arrives_byte_by_byte(stage: Stage) -> None:
