@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +23,7 @@ from support.wait import eventually
 MODEL = "kvmesh-demo"
 CHAT: Final = "/v1/chat/completions"
 FINAL = ("completed", "failed", "expired", "cancelled")
+FORM = {"content-type": "multipart/form-data; boundary=x"}
 MAX_FILE = 1 << 20
 LONG = 8_000  # tokens, which take longer than a test
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -48,6 +50,7 @@ def running(
         "KVMESH_FRONTEND_KEYS_FILE": str(keys_file(folder)),
         "KVMESH_FRONTEND_FILES_BYTES": str(64 << 20),
         "KVMESH_FRONTEND_MAX_FILE_BYTES": str(MAX_FILE),
+        "KVMESH_FRONTEND_MAX_BODY_BYTES": str(MAX_FILE // 2),
         "KVMESH_FRONTEND_TENANT_BATCHES": "3",
         "KVMESH_FRONTEND_DRAIN_TIMEOUT_S": "1",
         "KVMESH_STREAMS_LEASE_S": "3",
@@ -210,12 +213,52 @@ async def test_a_file_that_is_not_a_batch(stage: Stage) -> None:
         assert large.value.status_code == 413
         async with httpx.AsyncClient(headers={"x-api-key": "n"}) as http:
             for headers, body in (
-                ({"content-type": "multipart/form-data; boundary=x"}, b"nothing"),
+                (FORM, b"nothing"),
+                (FORM, form(b'name="file"; filename="' + b"a" * (1 << 17) + b'"')),
+                (FORM, form(b'name="\xff"', b"x" * (1 << 13))),
+                (FORM, form(b'name="file"\r\nContent-Type: multipart/mixed; boundary=y')),
                 ({"content-type": "application/json"}, b"{}"),
             ):
                 url = f"{stage.mesh.url}/v1/files"
                 answer = await http.post(url, content=body, headers=headers)
                 assert answer.status_code == 400, answer.text
+
+
+def form(file: bytes, data: bytes = b"1\n") -> bytes:
+    """A form with a purpose, and a file of such a disposition."""
+    begin = b"--x\r\nContent-Disposition: form-data; "
+    parts = b'name="purpose"\r\n\r\nbatch', file + b"\r\n\r\n" + data
+    return b"".join(begin + part + b"\r\n" for part in parts) + b"--x--\r\n"
+
+
+async def test_a_request_is_no_larger_than_one_alone(stage: Stage) -> None:
+    async with stage.openai() as client:
+        data = line("large", request(0, user="x" * (MAX_FILE // 2))) + line("small", request(1))
+        batch = await ended(client, (await begin(client, data)).id)
+        assert (await results(client, batch.output_file_id)).keys() == {"small"}
+        bad = await results(client, batch.error_file_id)
+        assert bad["large"]["response"]["status_code"] == 413
+
+
+async def test_a_form_arrives_byte_by_byte(stage: Stage) -> None:
+    async def slowly() -> AsyncIterator[bytes]:
+        for byte in form(b'name="file"; filename="a\xff"'):
+            yield bytes([byte])
+            await asyncio.sleep(0)
+
+    async with httpx.AsyncClient(headers={"x-api-key": "n", **FORM}) as http:
+        answer = await http.post(f"{stage.mesh.url}/v1/files", content=slowly())
+    assert answer.status_code == 200, answer.text
+    assert (answer.json()["filename"], answer.json()["bytes"]) == ("a?", 2)
+
+
+async def test_a_batch_that_is_no_batch_is_cancelled(stage: Stage) -> None:
+    async with stage.openai(0) as client:
+        file = await client.files.create(file=("a", b"1\n" * 50_000), purpose="batch")
+        begun = await begin_with(client, file.id)
+        with suppress(BadRequestError):  # it has ended
+            await client.batches.cancel(begun.id)
+        assert (await ended(client, begun.id)).status == "failed"
 
 
 async def begin_with(client: AsyncOpenAI, file: str) -> Batch:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 from support.apis import streamed
 from support.frontend import MODEL, Client, client_session, events
 from support.mesh import Mesh
@@ -216,6 +216,19 @@ async def test_an_item_asks_for_a_summary_alone(ask: Ask) -> None:
     response = await ask(input=asked, store=False)
     assert words(response) == ["compaction"]
     assert response.usage.input_tokens > 200
+
+
+async def test_nothing_cannot_be_compacted(openai: AsyncOpenAI) -> None:
+    empty: Any = [{"type": "message", "role": "user", "content": []}]
+    asked: Any = [*empty, {"type": "compaction_trigger"}]
+    for refused in (
+        openai.responses.compact(model=MODEL, input=empty),
+        openai.responses.create(model=MODEL, input=asked),
+        openai.responses.create(model=MODEL, input=asked, stream=True),
+    ):
+        with pytest.raises(BadRequestError) as raised:
+            await refused
+        assert raised.value.param == "input"
 
 
 @pytest.mark.parametrize("stored", [False, True])

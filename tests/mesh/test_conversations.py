@@ -132,11 +132,19 @@ async def test_a_response_continues_a_conversation_and_is_added_to_it(
 
 async def test_whatever_is_added_at_the_same_time_is_kept(client: AsyncOpenAI) -> None:
     made = await client.conversations.create()
-    items = [[{"role": "user", "content": f"number {n}"}] for n in range(6)]
+    items = [[{"role": "user", "content": f"number {n}"}] for n in range(24)]
     add: Any = client.conversations.items.create
     await asyncio.gather(*(add(made.id, items=each) for each in items))
+    listed: Any = await client.conversations.items.list(made.id, limit=100)
+    assert sorted(texts(listed.data)) == sorted(f"number {n}" for n in range(24))
+
+
+async def test_an_item_is_in_a_conversation_once(client: AsyncOpenAI) -> None:
+    twice: Any = [{**HI, "id": "msg_own"}] * 2
+    made = await client.conversations.create(items=twice)
+    await client.conversations.items.create(made.id, items=[*twice, HI])
     listed: Any = await client.conversations.items.list(made.id)
-    assert sorted(texts(listed.data)) == [f"number {n}" for n in range(6)]
+    assert [item.id for item in listed.data][1:] == ["msg_own"]
 
 
 async def test_items_of_tools_that_are_unknown_here_are_kept(client: AsyncOpenAI) -> None:

@@ -4,7 +4,10 @@ import asyncio
 import hashlib
 import random
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,11 +26,19 @@ from kvmesh.bus.storage.shared_secret import SecretUnusable
 from kvmesh.frontend.apis.base import StoredTurn
 from kvmesh.frontend.auth.accounts import Key
 from kvmesh.frontend.auth.authenticator import Authenticator
+from kvmesh.frontend.auth.bucket_quota import owner_of
 from kvmesh.frontend.auth.tenant_secret import tenant_secret
+from kvmesh.frontend.batches.batch import StoredBatch, cancelled
+from kvmesh.frontend.batches.forms import LineResult, StoredFile
+from kvmesh.frontend.batches.runner import BatchRunner
+from kvmesh.frontend.batches.spool import Spool
+from kvmesh.frontend.batches.store import BatchStore, LineRecord
 from kvmesh.frontend.errors import ApiError, InvalidRequest
+from kvmesh.frontend.fair_threads import FairThreads
 from kvmesh.frontend.http.responses.store import MAX_TURN, ResponseNotFound, ResponseStore
 from kvmesh.frontend.namespaces import TenantNamespaces, scoped
 from kvmesh.frontend.sessions.last_prompts import LastPrompts
+from kvmesh.settings.schema import FrontendSettings
 
 
 def turn(name: str, text: str = "x", previous: str | None = None, tenant: str = "") -> StoredTurn:
@@ -46,6 +57,115 @@ async def test_a_conversation_comes_back_in_order(store: ResponseStore) -> None:
     history = await store.history("resp_b", "")
     assert [kept.id for kept in history] == ["resp_a", "resp_b"]
     assert msgspec.json.decode(history[0].input[0])["content"] == "one"
+
+
+def stored_file(name: str, size: int, expires: float) -> StoredFile:
+    return StoredFile(
+        id=name, tenant="t", name="a", purpose="batch", bytes=size, created=0.0, expires=expires
+    )
+
+
+def batch(name: str, **changes: Any) -> StoredBatch:
+    return StoredBatch(
+        id=name, form="openai", endpoint="", tenant="t", key="", headers={}, input_file="file-b",
+        **{"created": time.time(), "owner": "", "output_ttl_s": 1.0, **changes},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def spooled() -> Iterator[Callable[[bytes], Spool]]:
+    """Puts bytes into a spool that is closed at the end."""
+    with ExitStack() as stack:
+
+        def put(data: bytes) -> Spool:
+            spool = Spool()
+            stack.callback(spool.close)
+            spool.write(data)
+            return spool
+
+        yield put
+
+
+async def test_files_that_have_expired_make_room(
+    bus: Bus, spooled: Callable[[bytes], Spool]
+) -> None:
+    files = BatchStore(bus, FrontendSettings(files_bytes=4 << 20))
+    size, now = 400 << 10, files.now
+    spool = spooled(bytes(size))
+    for name, expires in (("file-a", now - 1), ("file-b", now - 1)):
+        await files.add_file(stored_file(name, size, expires), spool)
+    running = batch("batch_1")
+    await files.create(running)
+    await files.add_file(stored_file("file-c", size, now + 60), spool)
+    (await files.content("file-b", "t")).close()  # a batch in progress needs it
+    with pytest.raises(ApiError) as gone:
+        await files.content("file-a", "t")
+    assert gone.value.kind == "not_found"
+    with pytest.raises(ApiError) as full:
+        await files.add_file(stored_file("file-d", size, now + 60), spool)
+    assert full.value.code == "storage_limit_exceeded"
+
+
+async def test_what_a_batch_needed_is_removed_also_after_its_frontend_was_killed(
+    bus: Bus, spooled: Callable[[bytes], Spool]
+) -> None:
+    files = BatchStore(bus, FrontendSettings(files_bytes=4 << 20))
+    await files.add_file(stored_file("file-b", 1, files.now + 60), spooled(b"1"))
+    ended = batch("batch_2", status="completed")
+    await files.create(ended)
+    for number in range(3):
+        await files.add_record(ended, number, [LineRecord(number, "succeeded", b"x")])
+    assert await files.all_running() == []
+    assert [await files.record(ended, number) for number in range(3)] == [None] * 3
+    assert await files.all_running() == []
+
+
+async def test_batches_and_files_that_cannot_be_read_hide_no_others(
+    bus: Bus, spooled: Callable[[bytes], Spool]
+) -> None:
+    files = BatchStore(bus, FrontendSettings(files_bytes=4 << 20))
+    await files.add_file(stored_file("file-b", 1, files.now + 60), spooled(b"1"))
+    for name in ("batch_4", "batch_5"):
+        await files.create(batch(name))
+    bucket = await bus.js.context.key_value(bus.subjects.batches_bucket)
+    for kind, name in (("batch", "batch_4"), ("file", "file-c")):
+        await bucket.put(
+            f"{kind}.{owner_of('t')}.{name}", msgspec.msgpack.encode({"status": "new"})
+        )
+    assert [each.id for each, _ in await files.all_running()] == ["batch_5"]
+    assert [each.id for each in await files.batches("t", "openai")] == ["batch_5"]
+    assert [each.id for each in await files.files("t")] == ["file-b"]
+    await files.add_file(stored_file("file-d", 1, files.now + 60), spooled(b"1"))
+
+
+async def test_a_batch_ends_on_request_though_its_results_have_no_room(
+    bus: Bus, spooled: Callable[[bytes], Spool]
+) -> None:
+    files = BatchStore(bus, FrontendSettings(files_bytes=1 << 20))
+    runner = BatchRunner("f", files, FairThreads(), 1, lambda _: [], lambda _: False, lambda: True)
+
+    executed = asyncio.Event()
+
+    async def execute(*_: object) -> LineResult:
+        executed.set()
+        return LineResult(200, msgspec.json.encode(random.randbytes(2 << 20).hex()), "r")
+
+    runner.execute_with(execute)
+    line = b'{"custom_id":"a","method":"POST","url":"","body":{}}'
+    await files.add_file(stored_file("file-b", len(line), files.now + 60), spooled(line))
+    begun = batch("batch_3", owner="f")
+    runner.start(begun, await files.create(begun))
+
+    async def has(status: str) -> bool:
+        return (await files.batch("batch_3", "t"))[0].status == status
+
+    await executed.wait()
+    found, revision = await files.batch("batch_3", "t")
+    await files.change(cancelled(found, files.now), revision)
+    runner.notice("batch_3")
+    await eventually(lambda: has("failed"))
+    assert (await files.batch("batch_3", "t"))[0].faults[0].code == "storage_limit_exceeded"
+    await runner.stop()
 
 
 async def test_a_large_turn_is_stored_in_parts(store: ResponseStore) -> None:

@@ -7,9 +7,9 @@ import pytest
 
 from kvmesh.frontend.apis.base import Usage
 from kvmesh.frontend.batches import batch as states
-from kvmesh.frontend.batches.batch import WINDOW_S, BatchCounts, StoredBatch
+from kvmesh.frontend.batches.batch import WINDOW_S, BatchCounts, LineFault, StoredBatch
 from kvmesh.frontend.batches.forms import message_batch, openai_batch, rest_line
-from kvmesh.frontend.batches.lines import MAX_LINES, check, spans
+from kvmesh.frontend.batches.lines import MAX_LINES, WINDOW, check, spans
 from kvmesh.frontend.batches.progress import BatchProgress
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.http.batches.pages import page
@@ -63,6 +63,22 @@ def test_a_cancelled_batch_ends_as_such_however_far_it_was() -> None:
     assert states.ended(batch, None, None, 104.0).status == "cancelled"
 
 
+@pytest.mark.parametrize(
+    ("batch", "status"),
+    [
+        (made(), "cancelling"),
+        (states.rejected(made(), [LineFault("a", "b")], 103.0), "failed"),
+        (states.ended(made(), None, None, 103.0), "cancelled"),
+        (states.ended(made(counts=BatchCounts(expired=1)), None, None, 103.0), "cancelled"),
+    ],
+)
+def test_a_batch_that_was_cancelled_while_it_ended_has_ended(
+    batch: StoredBatch, status: str
+) -> None:
+    merged = states.merged(batch, states.cancelled(made(), 102.0))
+    assert (merged.status, merged.cancelling_at) == (status, 102.0)
+
+
 def test_a_batch_expires_after_its_window() -> None:
     batch = made()
     assert states.rest(batch, 100.0 + WINDOW_S) == "expired"
@@ -104,18 +120,24 @@ def test_a_batch_of_messages_counts_its_requests_at_the_end() -> None:
         (line(url="/v1/completions"), "invalid_url"),
         (line(body=[]), "invalid_body"),
         (b"1\n" * (MAX_LINES + 1), "too_many_requests"),
+        (b"1\n" * 50 * MAX_LINES, "too_many_requests"),
+        (b"\n " * (10 << 20), "empty_file"),
     ],
 )
 def test_a_faulty_file_is_refused(data: bytes, code: str) -> None:
-    faults, _ = check(data, CHAT, list(spans(data)))
+    found = spans(data)
+    assert len(found) <= MAX_LINES + 1
+    faults, _ = check(data, CHAT, found)
     assert [fault.code for fault in faults][-1] == code
 
 
 def test_lines_end_anyhow() -> None:
     data = line("a") + b"\r\n" + line("b").replace(b"\n", b"\r\n") + line("c").rstrip()
-    found = list(spans(data))
+    found = spans(data)
     assert check(data, CHAT, found) == ([], {"m"})
     assert len(found) == 3
+    late = b"\n" * WINDOW + line("a")
+    assert spans(late) == [slice(WINDOW, len(late) - 1)]
 
 
 def test_requests_are_taken_once_and_again_only_after_a_failure() -> None:

@@ -11,7 +11,7 @@ from unit.frontend.apis.prompts import model
 from kvmesh.bus.messages import EMBED, SCORE
 from kvmesh.frontend.apis.pooling.call import PoolingCall
 from kvmesh.frontend.apis.pooling.rerank import Rerank
-from kvmesh.frontend.errors import ContextExceeded
+from kvmesh.frontend.errors import ContextExceeded, InvalidRequest
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.pooling.inputs import EncodedInput, grouped, prepare, similarities
@@ -60,6 +60,13 @@ def test_long_documents_are_errors_unless_they_are_cut(task: str) -> None:
     with pytest.raises(ContextExceeded):
         prepared(rerank("word " * 40), task)
     assert prepared(rerank("word " * 40, max_tokens_per_doc=5), task).prompt_tokens < CONTEXT
+
+
+def test_a_long_query_counts_for_each_document() -> None:
+    with pytest.raises(InvalidRequest) as error:
+        rerank(*["a"] * 2000, query="word " * 2000)
+    assert error.value.param == "query"
+    assert rerank(*["a"] * 100, query="word " * 2000).pairs
 
 
 def test_groups_fit_the_context() -> None:

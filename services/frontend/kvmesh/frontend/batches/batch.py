@@ -120,6 +120,16 @@ def cancelled(batch: StoredBatch, now: float) -> StoredBatch:
     return replace(batch, status="cancelling", cancelling_at=now)
 
 
+def merged(batch: StoredBatch, stored: StoredBatch) -> StoredBatch:
+    """The batch, which may have ended, with the wish to cancel it that somebody has stored."""
+    if stored.cancelling_at is None or batch.cancelling_at is not None:
+        return batch
+    status: Status = "cancelled" if batch.ended else "cancelling"
+    if batch.status == "failed":
+        status = "failed"
+    return replace(batch, status=status, cancelling_at=stored.cancelling_at)
+
+
 def rest(batch: StoredBatch, now: float) -> Outcome | None:
     """The outcome of requests that have not ended; None while they may go on."""
     if batch.cancelling_at is not None:

@@ -11,7 +11,7 @@ from math import inf
 
 from msgspec.structs import replace
 
-from kvmesh.bus.errors import BusError, Conflict, NotFound, cause
+from kvmesh.bus.errors import BusError, Conflict, NotFound, StorageFull, cause
 from kvmesh.bus.ticks import next_tick
 from kvmesh.frontend import metrics
 from kvmesh.frontend.apis.base import Usage
@@ -32,6 +32,7 @@ READY_S = 0.5
 WAITING = 64  # requests that wait for their placement: more would only lengthen the router's queue
 STORE_S, MAX_STORE_S = 1.0, 30.0  # between two records: a hundredth of the batch's age
 RETRY_S = 2.0
+FULL_S = 30.0  # between two attempts to store results where there is no room
 LEAVE_S = 2.0
 MAX_UNSTORED = 8 << 20  # bytes of results, from which no request ends before they are stored
 
@@ -204,13 +205,19 @@ class _Run:
             if await self._patiently(self._begin):
                 await self._execute_all()
                 await self._patiently(self._finish)
+        except StorageFull:
+            await self._tasks.close()
+            await self._patiently(self._give_up)
         finally:
             await self._tasks.close()
             for spool in (self._requests, *self._results.values()):
                 spool.close()
 
     async def _patiently(self, work: Callable[[], Awaitable[bool]]) -> bool:
-        """The result of work, which is tried until the bus permits it."""
+        """The result of work, which is tried until the bus permits it.
+
+        Raises StorageFull once the batch is to end and there still is no room for its results.
+        """
         failing = False
         while True:
             try:
@@ -221,7 +228,17 @@ class _Run:
                 if not failing:
                     log.warning("batch %s waits: %s", self.batch.id, cause(error))
                 failing = True
-                await asyncio.sleep(RETRY_S)
+                if not isinstance(error, StorageFull):
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                with suppress(BusError):
+                    self.batch = states.merged(self.batch, await self._current())
+                if states.rest(self.batch, self._store.now) is not None:
+                    raise
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(FULL_S):
+                        await self._hurry.wait()
+                self._hurry.clear()
 
     async def _begin(self) -> bool:
         """Read and check the requests, and the results that there are; False if it has ended."""
@@ -248,7 +265,7 @@ class _Run:
         if not self._requests.size:
             return check(b"", "", ())
         with self._requests.mapped() as data:
-            self._lines = list(spans(data))
+            self._lines = spans(data)
             return check(data, self.batch.endpoint, self._lines)
 
     async def _read_records(self) -> None:
@@ -367,7 +384,7 @@ class _Run:
         """Store the results, then the state of the batch, or read it if that has changed."""
         results = self._unstored[:]
         if not results:
-            self.batch = _merged(self.batch, await self._current())
+            self.batch = states.merged(self.batch, await self._current())
             return True
         await self._store.add_record(self.batch, self._records, results)
         self._records += 1
@@ -394,7 +411,7 @@ class _Run:
             try:
                 self._revision = await self._store.replace(batch, self._revision)
             except Conflict:
-                batch = _merged(batch, await self._current())
+                batch = states.merged(batch, await self._current())
             else:
                 self.batch = batch
                 return
@@ -433,20 +450,18 @@ class _Run:
             states.ended(self.batch, names["succeeded"], names["errored"], self._store.now)
         )
 
+    async def _give_up(self) -> bool:
+        """End the batch without its results."""
+        reason = "The store of files has had no room for the results."
+        faults = [LineFault("storage_limit_exceeded", reason)]
+        return await self._end(states.rejected(self.batch, faults, self._store.now))
+
     async def _end(self, batch: StoredBatch) -> bool:
         if not self.batch.ended:
             await self._change(batch)
-        await self._store.clean(batch, self._records)
+        await self._store.clean(batch)
         log.info("batch %s has ended: %s", batch.id, batch.status)
         return False
-
-
-def _merged(batch: StoredBatch, stored: StoredBatch) -> StoredBatch:
-    """The batch, to be cancelled if somebody has stored that."""
-    if stored.cancelling_at is None or batch.cancelling_at is not None:
-        return batch
-    status: states.Status = "cancelled" if batch.status == "completed" else "cancelling"
-    return replace(batch, status=status, cancelling_at=stored.cancelling_at)
 
 
 class _Slots:

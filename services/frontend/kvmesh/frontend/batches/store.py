@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
 
 import msgspec
 import zstandard
@@ -20,6 +21,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, Conflict, NotFound, StorageFull, cause
 from kvmesh.bus.storage.buckets import expiring_bucket, read_bucket
 from kvmesh.bus.storage.object_bucket import ObjectBucket
+from kvmesh.bus.storage.stored_object import StoredObject
 from kvmesh.bus.streams.configuration import ensure_stream, object_store
 from kvmesh.bus.streams.keeper import remake
 from kvmesh.frontend.auth.bucket_quota import owner_of
@@ -29,6 +31,7 @@ from kvmesh.frontend.batches.spool import Spool
 from kvmesh.frontend.errors import ApiError, Unavailable
 from kvmesh.settings.schema import FrontendSettings
 
+T = TypeVar("T")
 MAX_DESCRIPTIONS = 64 << 20  # bytes of the bucket
 TENANT_SHARE = 0.25
 ACCESS_S = 10.0
@@ -107,7 +110,7 @@ class BatchStore:
     async def files(self, tenant: str) -> list[StoredFile]:
         """The files of a tenant that it may list, oldest first."""
         async with self._access():
-            found = [_files.decode(value) for value in await self._read(FILE, tenant)]
+            found = _readable(_files, await self._read(FILE, tenant))
         now = self.now
         mine = [f for f in found if f.tenant == tenant and f.expires > now and f.purpose in LISTED]
         return sorted(mine, key=lambda file: (file.created, file.id))
@@ -162,7 +165,7 @@ class BatchStore:
     async def batches(self, tenant: str, form: str) -> list[StoredBatch]:
         """The batches of a tenant that were made through one API, latest first."""
         async with self._access():
-            found = [_batches.decode(value) for value in await self._read(BATCH, tenant)]
+            found = _readable(_batches, await self._read(BATCH, tenant))
         mine = [batch for batch in found if batch.tenant == tenant and batch.form == form]
         return sorted(mine, key=lambda batch: (batch.created, batch.id), reverse=True)
 
@@ -190,8 +193,8 @@ class BatchStore:
         keys = await read_bucket(self._bus, self._name, f"{RUNNING}.>")
         found = await self._batches_of(keys)
         for batch, _ in found:
-            if batch.ended:  # its frontend was killed before it noted that
-                await self._bucket.delete(_key(RUNNING, batch.tenant, batch.id))
+            if batch.ended:  # its frontend was killed before it had cleaned up
+                await self.clean(batch)
         return [each for each in found if not each[0].ended]
 
     async def current(self, batch: StoredBatch) -> tuple[StoredBatch, int]:
@@ -240,10 +243,15 @@ class BatchStore:
         await self._objects.put(name, spool.size, spool.read, before)
         await self._bucket.put(_key(FILE, file.tenant, file.id), msgspec.msgpack.encode(file))
 
-    async def clean(self, batch: StoredBatch, records: int) -> None:
+    async def clean(self, batch: StoredBatch) -> None:
         """Remove what only the execution of a batch has needed."""
-        for number in range(records):
-            await self._remove(_object(batch.tenant, f"{batch.id}-{number}"))
+        records: list[StoredObject] = []
+        with suppress(NotFound):
+            while True:
+                name = _object(batch.tenant, f"{batch.id}-{len(records)}")
+                records.append(await self._objects.find(name))
+        for record in reversed(records):  # one that is killed leaves those that the next one finds
+            await self._objects.remove(record)
         if batch.form == "anthropic":
             await self._remove_file(batch, batch.input_file)
         await self._bucket.delete(_key(RUNNING, batch.tenant, batch.id))
@@ -252,7 +260,8 @@ class BatchStore:
         found = []
         for key in running:
             _, owner, batch_id = key.split(".")
-            with suppress(NotFound):  # its frontend was killed before it stored it
+            # its frontend was killed before it stored it, or is newer than this one
+            with suppress(NotFound, msgspec.MsgspecError):
                 found.append(await self._get(f"{BATCH}.{owner}.{batch_id}"))
         return found
 
@@ -266,8 +275,14 @@ class BatchStore:
     async def _reserve(self, tenant: str, size: int) -> None:
         """Raises ApiError (413) if the owner of a tenant would have too many bytes."""
         await ensure_stream(self._bus, self._spec)
-        files = [_files.decode(value) for value in await self._read(FILE, tenant)]
-        used = sum(file.bytes for file in files if file.expires > self.now)
+        files = _readable(_files, await self._read(FILE, tenant))
+        used, now = sum(file.bytes for file in files), self.now
+        if any(file.expires <= now for file in files):
+            inputs = {batch.input_file for batch in await self.running(tenant)}
+            for file in files:
+                if file.expires <= now and file.id not in inputs:
+                    await self._remove_file(file, file.id)
+                    used -= file.bytes
         most = int(self._settings.files_bytes * TENANT_SHARE)
         if used + size > most:
             reason = f"The files have {used} bytes; {size} more exceed {most}. Delete some files."
@@ -301,6 +316,15 @@ class BatchStore:
             raise ApiError("too_large", reason, code="storage_limit_exceeded") from error
         except (BusError, TimeoutError, msgspec.MsgspecError) as error:
             raise Unavailable(f"Cannot access stored batches: {cause(error)}") from error
+
+
+def _readable(decoder: msgspec.msgpack.Decoder[T], values: Iterable[bytes]) -> list[T]:
+    """The values that can be decoded: newer frontends may store others."""
+    found = []
+    for value in values:
+        with suppress(msgspec.MsgspecError):
+            found.append(decoder.decode(value))
+    return found
 
 
 def described(

@@ -32,7 +32,7 @@ from kvmesh.frontend.dispatch.route_client import Arrivals
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.frontend.failure_log import log_failure
 from kvmesh.frontend.generation.active_request import DISCARD, ActiveRequest, RequestRunner
-from kvmesh.frontend.http.bodies import JSON, LARGE, internal_error, parse_heavy
+from kvmesh.frontend.http.bodies import JSON, LARGE, internal_error, parse_heavy, too_large
 from kvmesh.frontend.http.cache.prefetch import Prefetcher
 from kvmesh.frontend.http.cache.prompt_resolver import ResolvedPrompt
 from kvmesh.frontend.http.dynamo.annotations import annotations
@@ -148,6 +148,8 @@ class GenerateEndpoint:
         def parsed() -> ApiCall:
             return api.parse(body, headers, stamp)
 
+        if len(body) > (most := self._dependencies.settings.max_body_bytes):
+            raise too_large(most)
         light = is_light(body)
         call = parsed() if light else await parse_heavy(threads, caller.owner, body, parsed)
         refused = {
@@ -266,6 +268,8 @@ class GenerateEndpoint:
         A stream opens before, and gets keep-alives meanwhile.
         """
         request, dependencies = call.request, self._dependencies
+        if not request.messages:
+            raise InvalidRequest("The conversation is empty: nothing to compact.", "input")
         if stream is not None:
             await stream.open(call.renderer.begin(), lambda: None)
             dependencies.stream_supervisor.add(stream, api.keepalive, lambda: None)

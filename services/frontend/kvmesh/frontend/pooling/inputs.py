@@ -68,7 +68,7 @@ def _encode(
                 size = 0
                 yield
             tokens = yield from encoder.raw_prompt(given, model, field="input")
-            found.append(EncodedInput(tokens))
+            found.append(_checked(EncodedInput(tokens), model))
     for query, document in pairs if model.card.task == SCORE else ():
         if (size := size + len(query) + len(document)) > STEP:
             size = 0
@@ -78,12 +78,16 @@ def _encode(
         encoding = tokenizer.encode_batch([(query, document)], add_special_tokens=True)[0]
         kinds = (encoding.type_ids, encoding.sequence_ids)
         second = next((places.index(1) for places in kinds if 1 in places), 0)
-        found.append(EncodedInput(packed(encoding.ids), second, (query, document)))
-    for encoded in found:
-        check_context(encoded.length, model.card.context)
-        if not encoded.tokens:
-            raise InvalidRequest("An input has no tokens.", "input")
+        pair = EncodedInput(packed(encoding.ids), second, (query, document))
+        found.append(_checked(pair, model))
     return found
+
+
+def _checked(encoded: EncodedInput, model: ServedModel) -> EncodedInput:
+    check_context(encoded.length, model.card.context)
+    if not encoded.tokens:
+        raise InvalidRequest("An input has no tokens.", "input")
+    return encoded
 
 
 def texts_of(pairs: Sequence[tuple[str, str]]) -> dict[str, None]:

@@ -32,6 +32,7 @@ UNSUPPORTED = UnsupportedFields(
     truncate_prompt_tokens="max_tokens_per_doc", max_chunks_per_doc=None
 )
 MAX_TOKENS = 1 << 31
+MAX_CHARACTERS = 16 << 20  # of all pairs, for each of which a query is tokenized and computed
 
 
 class RerankDocument(Struct):
@@ -168,6 +169,9 @@ def _check(body: _ScoringBody, pairs: list[tuple[str, str]], query: str, documen
     check_length(len(pairs), 1, MAX_INPUTS, documents)
     if not all(text for text, _ in pairs):
         raise InvalidRequest(f"`{query}` must not be empty.", query)
+    if sum(len(first) + len(second) for first, second in pairs) > MAX_CHARACTERS:
+        reason = f"The pairs of `{query}` and `{documents}` have more than {MAX_CHARACTERS}"
+        raise InvalidRequest(f"{reason} characters together.", query)
     UNSUPPORTED.refuse(body)
     check_range(body.max_tokens_per_doc, 0, MAX_TOKENS, "max_tokens_per_doc")
 

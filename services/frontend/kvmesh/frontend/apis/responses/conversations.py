@@ -89,7 +89,10 @@ class Conversation(Struct):
     def add(self, items: Iterable[Raw]) -> None:
         """Add items at the end, but none twice: a response may be resumed, and so end twice."""
         known = {head_of(item).id for item in self.items}
-        self.items += [item for item in items if head_of(item).id not in known]
+        for item in items:
+            if (name := head_of(item).id) not in known:
+                known.add(name)
+                self.items.append(item)
 
     def item(self, name: str) -> Raw | None:
         """The item with this id."""

@@ -5,6 +5,7 @@ import re
 from typing import NamedTuple
 
 from aiohttp import BodyPartReader, hdrs, web
+from aiohttp.http_exceptions import BadHttpMessage
 from aiohttp.web_protocol import RequestPayloadError
 
 from kvmesh.frontend.batches.spool import Spool
@@ -50,7 +51,7 @@ async def receive(http: web.Request, settings: FrontendSettings) -> UploadedForm
         form.file.close()
         if isinstance(error, TimeoutError):
             raise InvalidRequest("The body did not arrive in time.") from None
-        if isinstance(error, ValueError | RequestPayloadError):
+        if isinstance(error, ValueError | RequestPayloadError | BadHttpMessage):
             raise InvalidRequest("The body is not a form.") from error
         raise
     return form
@@ -59,21 +60,31 @@ async def receive(http: web.Request, settings: FrontendSettings) -> UploadedForm
 async def _parts(http: web.Request, form: UploadedForm, limit: int) -> UploadedForm:
     reader = await http.multipart()
     while (part := await reader.next()) is not None:
-        if not isinstance(part, BodyPartReader) or len(form.fields) == MAX_FIELDS:
+        if not isinstance(part, BodyPartReader):
+            raise InvalidRequest("The form has another one in it.")
+        if len(form.fields) == MAX_FIELDS:
             raise InvalidRequest(f"The form has more than {MAX_FIELDS} fields.")
-        if part.name == "file" and not form.name:
+        field = _text(part.name)
+        if field == "file" and not form.name:
             while block := await part.read_chunk(BLOCK):
                 form.file.write(block)
                 if form.file.size > limit:
                     raise too_large(limit)
-            name = _CONTROL.sub("", part.filename or "file")[:MAX_NAME]
+            name = _CONTROL.sub("", _text(part.filename))[:MAX_NAME]
             form = form._replace(name=name or "file")
             continue
-        value = await part.read_chunk(MAX_FIELD)
-        if len(value) == MAX_FIELD:
-            raise InvalidRequest(f"`{(part.name or '')[:64]}`: too long.", part.name)
-        form.fields[part.name or ""] = value.decode()
+        value = b""
+        while block := await part.read_chunk(MAX_FIELD):  # less than all that is to come
+            value += block
+            if len(value) >= MAX_FIELD:
+                raise InvalidRequest(f"`{field[:64]}`: too long.", field[:64])
+        form.fields[field] = value.decode()
     return form
+
+
+def _text(name: str | None) -> str:
+    """A name of a header, whose bytes need not be UTF-8."""
+    return (name or "").encode(errors="replace").decode()
 
 
 async def send(

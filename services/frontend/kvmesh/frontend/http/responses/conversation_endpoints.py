@@ -64,7 +64,8 @@ class ConversationEndpoints:
         stamp, tenant = stamp_of(call.http), call.caller.tenant
         items = await self._listed(call, call.parsed.items or [], stamp)
         name, metadata = CONVERSATION_PREFIX + stamp.token, call.parsed.metadata or {}
-        conversation = Conversation(name, stamp.created, metadata, items, tenant)
+        conversation = Conversation(name, stamp.created, metadata, tenant=tenant)
+        conversation.add(items)
         await self._store.create(conversation)
         return conversation.object()
 

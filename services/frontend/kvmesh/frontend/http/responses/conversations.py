@@ -6,6 +6,7 @@ only if nobody else has: frontends that add at the same time lose nothing.
 """
 
 import asyncio
+import random
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +22,7 @@ from kvmesh.frontend.errors import ApiError, InvalidRequest, Unavailable
 from kvmesh.frontend.http.responses.store import MAX_TURN, SMALL, TIMEOUT_S, ResponseStore
 
 TRIES = 16  # of a change beside those of others
+FIRST_WAIT_S, MAX_WAIT_S = 0.02, 1.0  # between two of them, at most
 MAX_ID = 128
 HEAD = "head"
 _decoder = msgspec.json.Decoder(Conversation)
@@ -66,7 +68,7 @@ class ConversationStore:
         self, name: str, tenant: str, edit: Callable[[Conversation], None]
     ) -> Conversation:
         """Change a conversation, which `edit` gets again if another one changed it meanwhile."""
-        for _ in range(TRIES):
+        for attempt in range(TRIES):
             conversation, before, revision = await self._get(name, tenant, None)
             edit(conversation)
             entry = await self._write(conversation)
@@ -76,6 +78,7 @@ class ConversationStore:
                     await self._store.bucket.update(head, entry.encode(), last=revision)
             except Conflict:
                 await self._remove(entry)
+                await asyncio.sleep(random.random() * min(FIRST_WAIT_S * 2**attempt, MAX_WAIT_S))
                 continue
             except (BusError, TimeoutError) as error:
                 raise Unavailable(f"Cannot change conversations: {error}") from error
