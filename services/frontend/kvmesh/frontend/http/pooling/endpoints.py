@@ -91,7 +91,12 @@ class PoolingEndpoints:
             body = _body(parsed, vectors, prepared.prompt_tokens, model.card.task == EMBED)
             return await threads.run_steps(request.owner, body, at_once=small)
 
-        return traced(self._endpoints.with_body(api.parse, act), api.name)
+        answer = traced(self._endpoints.with_body(api.parse, act), api.name)
+
+        async def handle(http: web.Request) -> web.StreamResponse:
+            return await answer(http)  # routes take no plain functions
+
+        return handle
 
 
 def _body(call: PoolingCall, vectors: Sequence[bytes], tokens: int, embeds: bool) -> Steps[bytes]:
