@@ -51,7 +51,7 @@ class Simulated:
             return []
         self.reported = now
         self.accounts.changed.clear()
-        return [account.use(now) for account in accounts]
+        return [account.report(now) for account in accounts]
 
 
 class World:
@@ -96,7 +96,7 @@ class World:
 
     def deliver(self, one: Simulated, to: Simulated, age: float = 0.0) -> None:
         """Deliver a full report of `one` without delay."""
-        self.receive(to, one.name, [account.use(self.now) for account in one.accounts], age)
+        self.receive(to, one.name, [account.report(self.now) for account in one.accounts], age)
 
     def enter(self, frontend: Simulated) -> bool:
         try:
@@ -165,6 +165,16 @@ def test_a_new_frontend_adopts_the_level_of_the_others() -> None:
     assert [world.enter(old) for _ in range(4)] == [True, True, True, False]
     world.deliver(old, new, age=100.0)
     assert not world.enter(new)
+
+
+def test_use_that_an_older_frontend_had_from_this_one_counts_once() -> None:
+    world = World(1, 2, key(requests_per_minute=6))
+    old, new = world.frontends
+    assert all(world.enter(new) for _ in range(3))
+    world.deliver(new, old)
+    assert world.enter(new)  # not reported yet
+    world.deliver(old, new, age=100.0)
+    assert [world.enter(new) for _ in range(3)] == [True, True, False]
 
 
 def test_the_next_report_makes_up_for_a_lost_one() -> None:

@@ -98,6 +98,7 @@ class Account:
         self.running = 0
         self._used_requests = 0
         self._used_tokens = 0
+        self._reported = 0, 0  # of these
         self._requests = LeakyBucket(now)
         self._tokens = LeakyBucket(now)
         self._peers: dict[str, PeerUse] = {}
@@ -153,8 +154,13 @@ class Account:
         if self._changed is not None and self.key.limited:
             self._changed.add(self)
 
+    def report(self, now: float) -> KeyUse:
+        """Its use, for other frontends."""
+        self._reported = self._used_requests, self._used_tokens
+        return self.use(now)
+
     def use(self, now: float) -> KeyUse:
-        """The report to other frontends: own totals since start, and the levels of the buckets."""
+        """The own totals since start, and the levels of the buckets."""
         requests, tokens = self.key.requests_per_minute, self.key.tokens_per_minute
         return KeyUse(
             key=self.key.sha256,
@@ -174,8 +180,9 @@ class Account:
         """Count another frontend's use; `newer`: it started after this one or at about that time.
 
         The first report of a newer frontend adds that frontend's own use, minus what has leaked.
-        The first report of an older one raises the levels to that frontend's: these include
-        reports of third frontends that this one has missed.
+        The first report of an older one raises the levels to that frontend's, and to what this one
+        has not reported yet: they include reports of third frontends that this one has missed, and
+        this one's.
         """
         before = self._peers.get(frontend)
         self.use(now)  # leak at the rates until now before adding
@@ -186,8 +193,9 @@ class Account:
             self._requests.add(min(use.requests, use.owed_requests))
             self._tokens.add(min(use.tokens, use.owed_tokens))
         else:
-            self._requests.raise_to(use.owed_requests + self._used_requests)
-            self._tokens.raise_to(use.owed_tokens + self._used_tokens)
+            requests, tokens = self._reported
+            self._requests.raise_to(use.owed_requests + self._used_requests - requests)
+            self._tokens.raise_to(use.owed_tokens + self._used_tokens - tokens)
         self._peers[frontend] = PeerUse(use, now)
 
     def remove_frontend(self, frontend: str) -> None:

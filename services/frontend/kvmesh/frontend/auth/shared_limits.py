@@ -46,13 +46,13 @@ class SharedLimits:
                 self._report_all()
             elif self._accounts.changed:
                 changed = list(self._accounts.changed)
-                self._report([account.use(now) for account in changed])
+                self._report([account.report(now) for account in changed])
 
     def _report_all(self) -> None:
         now = self._last_full_report = self._loop.time()
         accounts = [account for account in self._accounts if account.key.limited]
         busy = [a for a in accounts if a in self._accounts.changed or not a.idle(now)]
-        self._report([account.use(now) for account in busy])
+        self._report([account.report(now) for account in busy])
 
     def _report(self, uses: list[KeyUse]) -> None:
         self._accounts.changed.clear()
