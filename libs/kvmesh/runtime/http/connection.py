@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+import os
+import socket
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from aiohttp import hdrs, web
@@ -13,6 +15,7 @@ log = logging.getLogger(__name__)
 MAX_RECEIVED = 64 << 10  # bytes of a body that nobody reads, for which a connection is kept
 MAX_DISCARDED = 64 << 20
 DISCARD_S = 5.0
+MOST_ACCEPTED = 64  # connections in a pass of the loop, beside the loop's own
 
 
 class _Queue(list[Any]):
@@ -117,15 +120,76 @@ def _is_short(request: web.BaseRequest) -> bool:
 
 class _Server(web.Server):
     connection: type[Connection] = Connection
+    acceptor: "Acceptor | None" = None
 
     def __call__(self) -> web.RequestHandler:
         return self.connection(self, loop=self._loop, **self._kwargs)
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        if self.acceptor is not None:
+            self.acceptor.look()
+
+
+class Acceptor:
+    """Accepts the connections that wait at listening sockets, MOST_ACCEPTED in a pass of the loop.
+
+    uvloop accepts one in a pass, which takes milliseconds while many requests begin: a connection
+    behind hundreds would wait for as many passes, whoever it is of.
+    """
+
+    def __init__(self, server: web.Server, listening: Sequence[int]) -> None:
+        self._server = server
+        self._sockets = [socket.socket(fileno=os.dup(number)) for number in listening]
+        self._planned = False
+        self._making: set[asyncio.Task[object]] = set()
+
+    def look(self) -> None:
+        """Accept those that wait, if any, in the next pass."""
+        if not self._planned:
+            self._planned = True
+            asyncio.get_running_loop().call_soon(self._accept)
+
+    def _accept(self) -> None:
+        self._planned = False
+        loop = asyncio.get_running_loop()
+        for listening in self._sockets:
+            for _ in range(MOST_ACCEPTED):
+                try:
+                    accepted, _address = listening.accept()
+                except OSError:  # none waits, or the loop's own attempt reports the reason
+                    break
+                accepted.setblocking(False)
+                task = loop.create_task(loop.connect_accepted_socket(self._server, accepted))
+                self._making.add(task)
+                task.add_done_callback(self._making.discard)
+
+    def close(self) -> None:
+        """Listen no more."""
+        for listening in self._sockets:
+            listening.close()
+        self._sockets.clear()
 
 
 class RefusingRunner(web.AppRunner):
     """Runs an application on connections of the type `connection`."""
 
     connection: type[Connection] = Connection
+    _acceptor: Acceptor | None = None
+
+    def accept_many(self, listening: Sequence[int]) -> None:
+        """Accept connections at listening sockets, by their numbers, faster than the loop does."""
+        assert isinstance(self.server, _Server)
+        self._acceptor = self.server.acceptor = Acceptor(self.server, listening)
+
+    def stop_accepting(self) -> None:
+        """Listen no more, but for the loop itself."""
+        if self._acceptor is not None:
+            self._acceptor.close()
+
+    async def cleanup(self) -> None:
+        self.stop_accepting()
+        await super().cleanup()
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()

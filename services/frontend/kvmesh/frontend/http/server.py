@@ -1,5 +1,7 @@
 """HTTP server whose protocol errors are answered like errors of requests."""
 
+from asyncio.trsock import TransportSocket
+
 from aiohttp import web
 
 from kvmesh.frontend.apis import openai
@@ -31,6 +33,7 @@ class Runner(RefusingRunner):
 
     async def stop_listening(self) -> None:
         """Accept no more connections; those that are open are served on."""
+        self.stop_accepting()
         for site in list(self.sites):
             await site.stop()
 
@@ -53,5 +56,7 @@ async def listen(runner: Runner, settings: FrontendSettings) -> str:
         raise StartError(
             f"cannot listen on {settings.host}:{settings.port}: {error.strerror}"
         ) from error
+    listening: list[TransportSocket] = site._server.sockets  # type: ignore[union-attr]
+    runner.accept_many([each.fileno() for each in listening])
     host, port = runner.addresses[0][:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
