@@ -38,7 +38,8 @@ async def second_status(url: str) -> int:
         async with client.stream("POST", f"{url}/v1/completions", json=body) as first:
             if first.status_code != 200:
                 return 0
-            await anext(first.aiter_bytes())
+            parts = first.aiter_bytes()  # held, since its end would be the stream's
+            await anext(parts)
             short = await client.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 1})
             return 0 if "behind" in short.text else short.status_code
 
