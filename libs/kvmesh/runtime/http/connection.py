@@ -160,9 +160,16 @@ class Acceptor:
                 except OSError:  # none waits, or the loop's own attempt reports the reason
                     break
                 accepted.setblocking(False)
-                task = loop.create_task(loop.connect_accepted_socket(self._server, accepted))
+                task = loop.create_task(self._serve(accepted))
                 self._making.add(task)
                 task.add_done_callback(self._making.discard)
+
+    async def _serve(self, accepted: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(self._server, accepted)
+        except OSError as error:  # its client is gone already
+            accepted.close()
+            log.debug("a connection ended as it was accepted: %s", error)
 
     def close(self) -> None:
         """Listen no more."""
