@@ -1,7 +1,9 @@
 """Settings from defaults, a TOML file, the environment and the command line; the last counts."""
 
 import difflib
+import inspect
 import logging
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -30,6 +32,8 @@ PREFIX = "KVMESH_"
 CONFIG = "KVMESH_CONFIG"
 MAX_FAULTS = 20  # of a file, in one message
 BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+KEY = re.compile(r"^(\w+): (.*(?:\n +.*)*)", re.MULTILINE)  # of a section's docstring, and its text
+TUNING = "\nTuning:\n"
 OptionKey: TypeAlias = tuple[str, str]
 
 
@@ -114,18 +118,16 @@ def _options() -> Iterator[Option]:
     for section in msgspec.structs.fields(Settings):
         cls: type[Section] = section.type
         hints = get_type_hints(cls, include_extras=True)
+        common, _, tuned = (inspect.getdoc(cls) or "").partition(TUNING)
+        texts = dict(KEY.findall(common + tuned))
+        tuning = {key for key, _ in KEY.findall(tuned)}
         for field in msgspec.structs.fields(cls):
-            hint = hints[field.name]
+            text = " ".join(texts.get(field.name, "").split())
+            hint = Annotated[hints[field.name], msgspec.Meta(description=text)]
             default = field.default
             if default is msgspec.NODEFAULT:
                 default = field.default_factory()
-            tuning = field.name in cls.TUNING.split()
-            yield Option(section.name, field.name, hint, default, _description(hint), tuning)
-
-
-def _description(hint: Any) -> str:
-    metas = [m for m in get_args(hint)[1:] if isinstance(m, msgspec.Meta)]
-    return next((m.description for m in reversed(metas) if m.description), "")
+            yield Option(section.name, field.name, hint, default, text, field.name in tuning)
 
 
 def _marked(hint: Any, mark: str) -> bool:

@@ -21,8 +21,8 @@ from kvmesh.cli.messages.one_line import WIDTH, summarise
 EXAMPLES = settings(max_examples=5, database=None)
 STRUCTS = [
     value
-    for value in (getattr(messages, name) for name in messages.__all__)
-    if isinstance(value, type) and issubclass(value, Struct)
+    for value in vars(messages).values()
+    if isinstance(value, type) and issubclass(value, Struct) and value is not Struct
 ]
 # Structs outside the subjects that the tail decodes: replies, values of buckets, keys of objects.
 NOT_TAILED = {

@@ -1,80 +1,53 @@
 """Settings of `kvmesh up`."""
 
 from pathlib import Path
-from typing import Annotated, ClassVar
 
-from msgspec import Meta
-
-from kvmesh.settings.schema.common import Count, Port, Seconds, Section
+from kvmesh.settings.schema.common import Amount, Count, Port, Seconds, Section
 
 
 class UpSettings(Section, frozen=True, kw_only=True):
-    TUNING: ClassVar = "ready_timeout_s stop_timeout_s"
-    workers: Annotated[int, Meta(ge=0, description="worker processes")] = 4
-    prefill_workers: Annotated[
-        int, Meta(ge=0, description="additional prefill workers for long prompts; 0: none")
-    ] = 0
-    kvbm: Annotated[
-        bool,
-        Meta(description="run a kvbm, which shares memory and disk for blocks among the workers"),
-    ] = False
-    planner: Annotated[
-        bool, Meta(description="run a planner, which starts and stops workers as the load demands")
-    ] = False
-    oracle: Annotated[
-        bool,
-        Meta(description="run an oracle, which simulates candidate fleets for the planner"),
-    ] = False
-    dashboard: Annotated[
-        bool, Meta(description="run the dashboard, a web page with the state of the mesh")
-    ] = True
-    max_workers: Annotated[
-        Count,
-        Meta(
-            description="most workers of each pool that a planner may run; at least as many as the"
-            " mesh starts with"
-        ),
-    ] = 8
-    parked: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="further workers of each pool that wait, parked, until the planner promotes"
-            " them; where planner.pools is set, its key parked counts",
-        ),
-    ] = 0
-    asleep: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="most workers that the planner puts to sleep in place of stopping them;"
-            " where planner.pools is set, its key asleep counts",
-        ),
-    ] = 0
-    frontends: Annotated[
-        int, Meta(ge=0, description="frontend processes, on consecutive ports")
-    ] = 1
-    routers: Annotated[int, Meta(ge=0, description="router processes")] = 1
-    indexers: Annotated[int, Meta(ge=0, description="indexer processes")] = 1
-    state_dir: Annotated[Path, Meta(description="folder of the embedded NATS server's streams")] = (
-        Path(".kvmesh")
-    )
-    nats_port: Annotated[
-        Port, Meta(description="port of the embedded NATS server; 0: a free one")
-    ] = 4222
-    metrics_port: Annotated[
-        Port, Meta(description="first of consecutive /metrics ports, one per process; 0: none")
-    ] = 0
-    ready_timeout_s: Annotated[
-        Seconds,
-        Meta(
-            description="longest time of a start without progress: no process joins, and no worker"
-            " that loads enters another phase or writes a line; kvmesh up then gives up"
-        ),
-    ] = 1800.0
-    stop_timeout_s: Annotated[
-        Seconds, Meta(description="longest wait for a process to stop before it is killed")
-    ] = 10.0
-    reset_states: Annotated[
-        bool, Meta(description="start with empty streams and no index snapshots")
-    ] = False
+    """
+    workers: worker processes
+    prefill_workers: additional prefill workers for long prompts; 0: none
+    kvbm: run a kvbm, which shares memory and disk for blocks among the workers
+    planner: run a planner, which starts and stops workers as the load demands
+    oracle: run an oracle, which simulates candidate fleets for the planner
+    dashboard: run the dashboard, a web page with the state of the mesh
+    max_workers: most workers of each pool that a planner may run; at least as many as the mesh
+        starts with
+    parked: further workers of each pool that wait, parked, until the planner promotes them; where
+        planner.pools is set, its key parked counts
+    asleep: most workers that the planner puts to sleep in place of stopping them; where
+        planner.pools is set, its key asleep counts
+    frontends: frontend processes, on consecutive ports
+    routers: router processes
+    indexers: indexer processes
+    state_dir: folder of the embedded NATS server's streams
+    nats_port: port of the embedded NATS server; 0: a free one
+    metrics_port: first of consecutive /metrics ports, one per process; 0: none
+    reset_states: start with empty streams and no index snapshots
+
+    Tuning:
+    ready_timeout_s: longest time of a start without progress: no process joins, and no worker that
+        loads enters another phase or writes a line; kvmesh up then gives up
+    stop_timeout_s: longest wait for a process to stop before it is killed
+    """
+
+    workers: Amount = 4
+    prefill_workers: Amount = 0
+    kvbm: bool = False
+    planner: bool = False
+    oracle: bool = False
+    dashboard: bool = True
+    max_workers: Count = 8
+    parked: Amount = 0
+    asleep: Amount = 0
+    frontends: Amount = 1
+    routers: Amount = 1
+    indexers: Amount = 1
+    state_dir: Path = Path(".kvmesh")
+    nats_port: Port = 4222
+    metrics_port: Port = 0
+    ready_timeout_s: Seconds = 1800.0
+    stop_timeout_s: Seconds = 10.0
+    reset_states: bool = False

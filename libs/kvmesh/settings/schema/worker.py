@@ -1,129 +1,78 @@
 """Settings of a worker with any engine."""
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from kvmesh.settings.schema.common import Count, Port, Seconds, Section
+from kvmesh.settings.schema.common import Amount, Count, Port, Seconds, Section, Weight
 
 
 class WorkerSettings(Section, frozen=True, kw_only=True):
-    TUNING: ClassVar = (
-        "devices load_interval_s event_interval_s drain_blocks_s max_waiting "
-        "compile_timeout_s tenant_share session_idle_s shared_wait_s write_through_blocks"
-    )
-    engine: Annotated[
-        Literal["mock", "torch", "vllm", "openai", "sglang", "trtllm"],
-        Meta(description="engine that runs the model"),
-    ] = "mock"
-    model: Annotated[
-        Path | None,
-        Meta(
-            description="Hugging Face model folder, or NAME[@DIGEST] of a model in the mesh; none:"
-            " the built-in demo model"
-        ),
-    ] = None
-    served_name: Annotated[str, Meta(description="model name in the API; empty: the folder's")] = ""
-    revision: Annotated[
-        str,
-        Meta(description="revision of the weights; empty: that of a Hugging Face snapshot folder"),
-    ] = ""
-    tool_parser: Annotated[
-        str, Meta(description="tool-call dialect of the model; empty: detected from its folder")
-    ] = ""
-    reasoning_parser: Annotated[
-        str, Meta(description="reasoning dialect of the model; empty: detected from its folder")
-    ] = ""
-    name: Annotated[str, Meta(description="stable name across restarts; empty derives one")] = ""
-    block_size: Annotated[Count, Meta(description="tokens per KV block")] = 16
-    context: Annotated[
-        int, Meta(ge=0, description="longest prompt plus output, in tokens; 0: the model's")
-    ] = 0
-    adapters: Annotated[list[str], Meta(description="LoRA adapters to serve, by name")] = []
-    max_adapters: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="most LoRA adapters at once; 0: those of the settings only",
-        ),
-    ] = 0
-    devices: Annotated[
-        int,
-        Meta(
-            ge=0, description="devices of one rank, in which use counts; 0: as the engine reports"
-        ),
-    ] = 0
-    labels: Annotated[
-        list[str], Meta(description="key=value labels, which requests may select")
-    ] = []
-    serves: Annotated[
-        Literal["aggregated", "prefill", "decode"],
-        Meta(description="serve whole requests, only prompts, or prefilled and whole requests"),
-    ] = "aggregated"
-    parked: Annotated[
-        bool,
-        Meta(
-            description="do all of the start that needs no device, then wait for a promotion, by"
-            " the planner or `kvmesh fleet promote`"
-        ),
-    ] = False
-    load_interval_s: Annotated[Seconds, Meta(description="time between load messages")] = 0.1
-    event_interval_s: Annotated[
-        Seconds,
-        Meta(description="time between batches of KV events while requests run, unless many wait"),
-    ] = 0.1
-    drain_timeout_s: Annotated[Seconds, Meta(description="longest wait for running requests")] = (
-        60.0
-    )
-    drain_blocks_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="longest time to store blocks in lower tiers before leaving; 0: no time",
-        ),
-    ] = 10.0
-    max_waiting: Annotated[
-        Count, Meta(description="requests queued in the engine before the worker is busy")
-    ] = 1024
-    hang_timeout_s: Annotated[
-        Seconds, Meta(description="an engine with work but without a step for this long is dead")
-    ] = 60.0
-    compile_timeout_s: Annotated[
-        Seconds, Meta(description="longest time for torch and vllm to compile a constraint")
-    ] = 10.0
-    tenant_share: Annotated[
-        float,
-        Meta(gt=0, le=1, description="largest share of its blocks retained for one tenant"),
-    ] = 0.5
-    retention: Annotated[
-        list[str],
-        Meta(
-            description="default retention by kind of token, KIND=PRIORITY or KIND=PRIORITY/SECONDS"
-        ),
-    ] = []
-    eviction: Annotated[
-        Literal["forecast", "lru"],
-        Meta(
-            description="order of blocks without directives: by forecasts of their return or by use"
-        ),
-    ] = "forecast"
-    session_idle_s: Annotated[
-        Seconds, Meta(description="a session without a request for this long is forgotten")
-    ] = 3600.0
-    node: Annotated[
-        str,
-        Meta(description="machine whose kvbm it uses; empty: the host's name"),
-    ] = ""
-    shared_wait_s: Annotated[
-        float,
-        Meta(ge=0, description="longest wait for a prefix that another worker is computing"),
-    ] = 5.0
-    write_through_blocks: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="most blocks queued for write-through to lower tiers; 0: no write-through",
-        ),
-    ] = 4096
-    metrics_port: Annotated[Port, Meta(description="port of /metrics and /health; 0: none")] = 0
+    """
+    engine: engine that runs the model
+    model: Hugging Face model folder, or NAME[@DIGEST] of a model in the mesh; none: the built-in
+        demo model
+    served_name: model name in the API; empty: the folder's
+    revision: revision of the weights; empty: that of a Hugging Face snapshot folder
+    tool_parser: tool-call dialect of the model; empty: detected from its folder
+    reasoning_parser: reasoning dialect of the model; empty: detected from its folder
+    name: stable name across restarts; empty derives one
+    block_size: tokens per KV block
+    context: longest prompt plus output, in tokens; 0: the model's
+    adapters: LoRA adapters to serve, by name
+    max_adapters: most LoRA adapters at once; 0: those of the settings only
+    labels: key=value labels, which requests may select
+    serves: serve whole requests, only prompts, or prefilled and whole requests
+    parked: do all of the start that needs no device, then wait for a promotion, by the planner or
+        `kvmesh fleet promote`
+    drain_timeout_s: longest wait for running requests
+    hang_timeout_s: an engine with work but without a step for this long is dead
+    retention: default retention by kind of token, KIND=PRIORITY or KIND=PRIORITY/SECONDS
+    eviction: order of blocks without directives: by forecasts of their return or by use
+    node: machine whose kvbm it uses; empty: the host's name
+    metrics_port: port of /metrics and /health; 0: none
+
+    Tuning:
+    devices: devices of one rank, in which use counts; 0: as the engine reports
+    load_interval_s: time between load messages
+    event_interval_s: time between batches of KV events while requests run, unless many wait
+    drain_blocks_s: longest time to store blocks in lower tiers before leaving; 0: no time
+    max_waiting: requests queued in the engine before the worker is busy
+    compile_timeout_s: longest time for torch and vllm to compile a constraint
+    tenant_share: largest share of its blocks retained for one tenant
+    session_idle_s: a session without a request for this long is forgotten
+    shared_wait_s: longest wait for a prefix that another worker is computing
+    write_through_blocks: most blocks queued for write-through to lower tiers; 0: no write-through
+    """
+
+    engine: Literal["mock", "torch", "vllm", "openai", "sglang", "trtllm"] = "mock"
+    model: Path | None = None
+    served_name: str = ""
+    revision: str = ""
+    tool_parser: str = ""
+    reasoning_parser: str = ""
+    name: str = ""
+    block_size: Count = 16
+    context: Amount = 0
+    adapters: list[str] = []
+    max_adapters: Amount = 0
+    devices: Amount = 0
+    labels: list[str] = []
+    serves: Literal["aggregated", "prefill", "decode"] = "aggregated"
+    parked: bool = False
+    load_interval_s: Seconds = 0.1
+    event_interval_s: Seconds = 0.1
+    drain_timeout_s: Seconds = 60.0
+    drain_blocks_s: Weight = 10.0
+    max_waiting: Count = 1024
+    hang_timeout_s: Seconds = 60.0
+    compile_timeout_s: Seconds = 10.0
+    tenant_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    retention: list[str] = []
+    eviction: Literal["forecast", "lru"] = "forecast"
+    session_idle_s: Seconds = 3600.0
+    node: str = ""
+    shared_wait_s: Weight = 5.0
+    write_through_blocks: Amount = 4096
+    metrics_port: Port = 0
