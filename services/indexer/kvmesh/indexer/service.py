@@ -107,7 +107,12 @@ class IndexerService:
             warnings = publish_warnings(lambda: self._lease, self._service.warnings)
             self._service.spawn(warnings, "warnings")
             self._service.spawn(self.snapshotter.run(self._is_leader), "snapshots")
-            await self._start_checks()
+            # Answer operators' questions about the index, and check it by itself
+            subject = self._bus.subjects.ask(self._service.instance)
+            await self._bus.serve(subject, questions, self.checker.answer)
+            interval_s = self._service.settings.indexer.check_interval_s
+            if interval_s and self.shard == WHOLE_INDEX:
+                self._service.spawn(self.checker.run(interval_s), "checks")
             await stopping.wait()
         await self.queries.close()
         await self.feed.close()
@@ -130,14 +135,6 @@ class IndexerService:
     def _on_load(self, load: Load) -> None:
         if load.instance in self.states.incarnations:
             self.shortfall.record(load)
-
-    async def _start_checks(self) -> None:
-        """Answer operators' questions about the index, and check it by itself."""
-        subject = self._bus.subjects.ask(self._service.instance)
-        await self._bus.serve(subject, questions, self.checker.answer)
-        interval_s = self._service.settings.indexer.check_interval_s
-        if interval_s and self.shard == WHOLE_INDEX:
-            self._service.spawn(self.checker.run(interval_s), "checks")
 
     # --- readiness
 

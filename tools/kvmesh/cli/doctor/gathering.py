@@ -154,7 +154,8 @@ class _Gathering:
 
     async def servers(self) -> None:
         """The servers of the cluster, if this user may ask them; then the probes of subjects."""
-        told = await self._json(USER_INFO)
+        found = json.loads(await self._bus.ask(USER_INFO, ASK_S))
+        told = found if isinstance(found, dict) else {}
         self._facts.servers = [_server(told, time.time())]
         permitted = told.get("data", {}).get("permissions", {})
         publish = permitted.get("publish", {}).get("allow") or [ALL_SERVERS]
@@ -424,10 +425,6 @@ class _Gathering:
                 skew = event.time - message.time.timestamp()
                 ahead[name] = max(skew, ahead.get(name, skew))
         return [Clock(name, skew) for name, skew in ahead.items()]
-
-    async def _json(self, subject: str) -> dict[str, Any]:
-        found = json.loads(await self._bus.ask(subject, ASK_S))
-        return found if isinstance(found, dict) else {}
 
 
 def _explained(error: BusError) -> str:

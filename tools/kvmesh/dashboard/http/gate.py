@@ -88,14 +88,10 @@ class Gate:
         elif path == SIGN_OUT and scope["method"] == "POST":
             self._access.sign_out(headers)
             await _redirect(send, SIGN_IN, same_site_cookie("", _secure(scope), 0))
-        elif not path.startswith(FILES) and self._full:
+        elif not path.startswith(FILES) and self._pages() >= PAGES_PER_VIEWER * self._max_viewers:
             await _answer(send, 503, "Too many pages are open; try again in a minute.\n", TEXT)
         else:
             await self._app(scope, receive, send)
-
-    @property
-    def _full(self) -> bool:
-        return self._pages() >= PAGES_PER_VIEWER * self._max_viewers
 
     async def _sign_in(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["method"] != "POST":

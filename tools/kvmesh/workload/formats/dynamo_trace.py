@@ -94,7 +94,9 @@ class _Reader:
                 return
             record = parsed(fields, DynamoRecord)
             if record.event_type in TOOL_EVENTS:
-                self._add_tool(record)
+                session, _ = _session(record)
+                name = str((record.tool or {}).get("tool_class") or TOOL)
+                self.tools.setdefault(session or "", []).append((record.event_time_unix_ms, name))
             elif record.request is not None:
                 self.found += 1
                 row = self._row(record, record.request, file, line)
@@ -110,11 +112,6 @@ class _Reader:
             self._repairs.assume(
                 f"{self._without_hashes:,} requests without `replay` hashes share nothing"
             )
-
-    def _add_tool(self, record: DynamoRecord) -> None:
-        session, _ = _session(record)
-        name = str((record.tool or {}).get("tool_class") or TOOL)
-        self.tools.setdefault(session or "", []).append((record.event_time_unix_ms, name))
 
     def _row(self, record: DynamoRecord, one: DynamoRequest, file: int, line: int) -> TraceRow:
         session, parent = _session(record)

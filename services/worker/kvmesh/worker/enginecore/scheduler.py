@@ -342,9 +342,6 @@ class Scheduler:
             request.id, claims.session, held, self.blocks.now, claims.ahead, claims.conversation
         )
 
-    def _all_running(self) -> list[Sequence]:
-        return [*self.loading, *self.prefilling, *self.decoding.members]
-
     def _finish_loading(self, now: float) -> None:
         arrived = [s for s in self.loading if s.ready_at <= now + TIME_RESOLUTION_S]
         for sequence in arrived:
@@ -403,7 +400,7 @@ class Scheduler:
 
     def _allocate_or_preempt(self, sequence: Sequence, count: int) -> bool:
         while not self.blocks.allocate(count, sequence.request.id):
-            victim = max(self._all_running(), key=_SORT_KEY)
+            victim = max([*self.loading, *self.prefilling, *self.decoding.members], key=_SORT_KEY)
             self.remove(victim, SequenceState.WAITING)
             self.preemptions += 1
             self._enqueue(victim)

@@ -122,7 +122,13 @@ class CacheLedger:
         if isinstance(event, BlocksRemoved):
             return self._remove(event)
         if isinstance(event, BlocksMoved):
-            return self._move(event)
+            if len(self._waiting):
+                for name in event.hashes:
+                    self._waiting.move(name, event.tier, event.to)
+            moved = [name for name in event.hashes if self._blocks.copies(event.tier, name)]
+            return self._hold(event.to, moved, again=self._counted) + self._remove(
+                BlocksRemoved(event.hashes, event.tier)
+            )
         return self._clear(event)
 
     def _drop(self, reason: str, tier: int, count: int) -> None:
@@ -134,15 +140,6 @@ class CacheLedger:
         given_up = self._waiting.add(one, needed)
         if given_up is not None:
             self._drop(UNKNOWN, given_up, 1)
-
-    def _move(self, event: BlocksMoved) -> list[KvEvent]:
-        if len(self._waiting):
-            for name in event.hashes:
-                self._waiting.move(name, event.tier, event.to)
-        moved = [name for name in event.hashes if self._blocks.copies(event.tier, name)]
-        return self._hold(event.to, moved, again=self._counted) + self._remove(
-            BlocksRemoved(event.hashes, event.tier)
-        )
 
     def _store(self, event: BlocksStored) -> list[KvEvent]:
         if not event.hashes:

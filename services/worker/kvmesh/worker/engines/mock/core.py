@@ -321,20 +321,17 @@ class MockCore:
         outputs.append(first)
         sequence.generated += 1
         self.counters.output_tokens += 1
-        self._report_cached(sequence, first)
+        if not sequence.cached_reported:
+            sequence.cached_reported = True
+            first.cached = sequence.cached
+            first.admitted_at = sequence.admitted_at
+            first.loaded_at = sequence.ready_at or None
+            first.retention = self.scheduler.claim_prompt(sequence)
+            self.counters.cached_tokens += sum(sequence.cached or ())
         if first.finish is None:
             self.scheduler.start_decoding(sequence)
         else:
             self._finish(sequence, outputs)
-
-    def _report_cached(self, sequence: Sequence, output: MockOutput) -> None:
-        if not sequence.cached_reported:
-            sequence.cached_reported = True
-            output.cached = sequence.cached
-            output.admitted_at = sequence.admitted_at
-            output.loaded_at = sequence.ready_at or None
-            output.retention = self.scheduler.claim_prompt(sequence)
-            self.counters.cached_tokens += sum(sequence.cached or ())
 
     def _finish(self, sequence: Sequence, outputs: list[MockOutput]) -> None:
         outcome = self.scheduler.remove(sequence, SequenceState.ENDED)

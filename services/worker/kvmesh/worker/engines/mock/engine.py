@@ -185,7 +185,14 @@ class MockEngine:
         if not 0 <= work.rank < len(self._ranks):
             raise Rejected(f"there is no rank {work.rank}")
         if self._options.poison:
-            self._apply_poison(work)
+            # Inject the configured fault if the prompt contains the poison text
+            prompt = memoryview(work.tokens).cast("I").tolist()
+            if self._writer is not None and self._options.poison in self._writer.text(prompt):
+                effect = self._options.poison_effect
+                log.warning("injected %s by request %s", effect, work.request)
+                if effect == "block":
+                    time.sleep(BLOCK_S)
+                self._ranks[work.rank].poison(effect)
         try:
             if work.pooling is not None:
                 pooling.check(work.pooling)
@@ -198,16 +205,6 @@ class MockEngine:
             live.pooled = work, work.pooling
         self._has_logprobs |= work.sampling.logprobs is not None
         self._prefetches.on_request(work)
-
-    def _apply_poison(self, work: Work) -> None:
-        """Inject the configured fault if the prompt contains the poison text."""
-        prompt = memoryview(work.tokens).cast("I").tolist()
-        if self._writer is not None and self._options.poison in self._writer.text(prompt):
-            effect = self._options.poison_effect
-            log.warning("injected %s by request %s", effect, work.request)
-            if effect == "block":
-                time.sleep(BLOCK_S)
-            self._ranks[work.rank].poison(effect)
 
     def prefetch(self, command: Prefetch) -> str:
         if not 0 <= command.rank < len(self._ranks):

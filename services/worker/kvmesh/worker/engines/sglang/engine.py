@@ -171,7 +171,8 @@ class SglangEngine(StreamingAdapter):
         )
 
     def _describe(self) -> EngineInfo:
-        info = _scheduler_info(self._engine)
+        # Start-up information of the first scheduler
+        info = dict(self._engine._scheduler_init_result.scheduler_infos[0])
         self._blocks = info.get("max_total_num_tokens", 0) // self._block_size
         return EngineInfo(
             name="sglang",
@@ -248,11 +249,6 @@ def _refusal(done: Any) -> str:
     if done.success:
         return ""
     return getattr(done, "message", "") or "SGLang refuses while requests run"
-
-
-def _scheduler_info(engine: Any) -> dict[str, Any]:
-    """Start-up information of the first scheduler."""
-    return dict(engine._scheduler_init_result.scheduler_infos[0])
 
 
 def _connect_endpoint(endpoint: str, rank: int) -> str:

@@ -243,7 +243,13 @@ class LowerTiers:
                 for tier in part.tiers[skipped : skipped + loaded]:
                     self._onboarded[tier] += 1
                 if loaded and part.retention:
-                    self._inherit_retention(prompt, part, prefix)
+                    core = self._core
+                    retention = inherited_retention(
+                        part.retention, core.limits.block_size, owner(prompt.tenant)
+                    )
+                    core.blocks.retention.claim_inherited(
+                        prefix.hashes[: prefix.held], retention, core.blocks.now
+                    )
                 if not prefix.covers(part.first + len(part.offsets)):
                     break
 
@@ -276,15 +282,6 @@ class LowerTiers:
         size = valid * self._core.model.layout.block_bytes
         self._load_speed.record(size, time.perf_counter() - start)
         return valid
-
-    def _inherit_retention(self, prompt: KvbmPrompt, part: FetchedPart, prefix: HeldPrefix) -> None:
-        core = self._core
-        retention = inherited_retention(
-            part.retention, core.limits.block_size, owner(prompt.tenant)
-        )
-        core.blocks.retention.claim_inherited(
-            prefix.hashes[: prefix.held], retention, core.blocks.now
-        )
 
     def _on_corrupt(self, prompt: KvbmPrompt, part: FetchedPart, block: int) -> None:
         self._corrupt += 1
