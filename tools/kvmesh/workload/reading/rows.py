@@ -26,6 +26,7 @@ NAMES = {
 IDS = {"hash_ids", "input_sequence_hashes"}
 _INTEGER = re.compile(r"[-+]?(?:0|[1-9]\d*)")
 _FLOAT = re.compile(r"[-+]?\d+\.\d*(?:[eE][-+]?\d+)?")
+EXACT = 1 << 53  # up to here each integer is a float of its own
 T = TypeVar("T")
 
 
@@ -165,7 +166,7 @@ def _value(key: str, value: Any) -> Any:
 
 def name_of(value: Any) -> Any:
     """A name as text: of numbers, 7 and 7.0 are one name."""
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(_exact(value), float) and value.is_integer():
         value = int(value)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return str(value) if number else value
@@ -174,7 +175,7 @@ def name_of(value: Any) -> Any:
 def _ids(value: Any) -> Any:
     """Ids of blocks as numbers: those that are text by their hash, those of a table as a list.
 
-    Raises msgspec.ValidationError for a list that its writer has abridged, as numpy does.
+    Raises msgspec.ValidationError for what a writer has abridged: lists, as numpy does, or numbers.
     """
     if isinstance(value, str):
         if "..." in value:
@@ -182,7 +183,14 @@ def _ids(value: Any) -> Any:
         value = re.findall(r"[^\s,;\[\]()'\"]+", value)
     if not isinstance(value, list):
         return value
-    return [_id(each) if isinstance(each, str) else each for each in value]
+    return [_exact(_id(each) if isinstance(each, str) else each) for each in value]
+
+
+def _exact(value: Any) -> Any:
+    """A number; raises msgspec.ValidationError for a float that cannot tell integers apart."""
+    if isinstance(value, float) and abs(value) > EXACT:
+        raise msgspec.ValidationError(f"{value:g} is a float without its last digits")
+    return value
 
 
 def _id(text: str) -> int | float:
