@@ -205,8 +205,8 @@ class VllmSettings(Section, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=2,
-            description="while the worker sleeps, 1: weights are in the memory of the host; 2: they"
-            " are gone, and loaded again; needs enable_sleep_mode in args",
+            description="weights of a sleeping worker, with enable_sleep_mode in args; 1: in host"
+            " memory, 2: loaded again",
         ),
     ] = 1
 

@@ -77,8 +77,8 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
         Count,
         Meta(
             extra=LIVE,
-            description="requests served at once; beyond, only tenants with less than an equal "
-            "share are served, together as many again, and the others are refused as overload",
+            description="requests served at once; beyond, as many again of tenants below an equal "
+            "share, and the others are refused",
         ),
     ] = 4096
     route_timeout_s: Annotated[
@@ -129,8 +129,8 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
     speculative_prefill: Annotated[
         Literal["auto", "hinted", "off"],
         Meta(
-            description="prefill predicted prompts: after answers where that pays, which trials "
-            "measure, or only where requests ask for it, or never"
+            description="prefill predicted prompts: where trials show that it pays, only where "
+            "requests ask for it, or never"
         ),
     ] = "auto"
     speculative_tokens: Annotated[
@@ -177,8 +177,8 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
         int,
         Meta(
             ge=0,
-            description="memory for answers as they were generated, which prompts show in place "
-            "of what clients return with the same meaning; 0 switches this off",
+            description="memory for answers as they were generated, which prompts show again; "
+            "0 switches this off",
         ),
     ] = 64 << 20
     stored_answers_bytes: Annotated[

@@ -24,11 +24,7 @@ class PlannerSettings(Section, frozen=True, kw_only=True):
         list[str],
         Meta(
             description="pools of equal workers, NAME[:KEY=VALUE,…] with the keys serves, min, max,"
-            " cost (per hour), devices (per worker), model, target (the name where they run),"
-            " profile (step times: a shipped name or a file), kind (pools of one kind exchange"
-            " workers, which change their role), parked (workers that wait to be promoted) and"
-            " asleep (most workers that sleep in place of being stopped);"
-            " a worker belongs to the pool that its label pool names, else to the first that fits"
+            " cost, devices, model, target, profile, kind, parked and asleep (docs/connectors.md)"
         ),
     ] = field(default_factory=lambda: ["workers"])
     max_devices: Annotated[
@@ -96,7 +92,7 @@ class PlannerSettings(Section, frozen=True, kw_only=True):
     command: Annotated[
         str,
         Meta(
-            description="command: a program, run with scale POOL=N … or state; docs/planner.md"
+            description="command: a program, run with scale POOL=N … or state; docs/connectors.md"
             " describes its input and output"
         ),
     ] = ""

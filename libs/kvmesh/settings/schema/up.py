@@ -39,16 +39,16 @@ class UpSettings(Section, frozen=True, kw_only=True):
         int,
         Meta(
             ge=0,
-            description="further workers of each pool that wait, parked, until the planner promotes"
-            " them; where planner.pools is set, its key parked counts",
+            description="further workers of each pool that wait, parked, for a promotion; with"
+            " planner.pools its key parked counts",
         ),
     ] = 0
     asleep: Annotated[
         int,
         Meta(
             ge=0,
-            description="most workers that the planner puts to sleep in place of stopping them;"
-            " where planner.pools is set, its key asleep counts",
+            description="most workers that sleep in place of being stopped; with planner.pools its"
+            " key asleep counts",
         ),
     ] = 0
     frontends: Annotated[
@@ -68,8 +68,8 @@ class UpSettings(Section, frozen=True, kw_only=True):
     ready_timeout_s: Annotated[
         Seconds,
         Meta(
-            description="longest time of a start without progress: no process joins, and no worker"
-            " that loads enters another phase or writes a line; kvmesh up then gives up"
+            description="longest time of a start without progress (a process that joins, another"
+            " phase or line of a worker), before kvmesh up gives up"
         ),
     ] = 1800.0
     stop_timeout_s: Annotated[

@@ -12,7 +12,7 @@ from kvmesh.router.waiting.queue import PlacementQueue
 _FAST = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.25, 1.0)
 _SLOW = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _PREFIX = "kvmesh_router"
-_SAME = "the same in each router, take max"
+_SAME = "the same in each router"
 
 decisions = Counter(f"{_PREFIX}_decisions", "Requests placed", ["model", "policy"])
 refusals = Counter(f"{_PREFIX}_refusals", "Requests refused", ["model", "code"])

@@ -113,9 +113,10 @@ def markdown() -> str:
     lines = []
     for source in sources().values():
         lines += ["", f"## {source.heading}", ""]
-        lines += ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
+        lines += ["| metric | meaning |", "| --- | --- |"]
         for name, kind, labels, text in entries(source):
-            shown = ", ".join(f"`{label}`" for label in labels)
+            shown = f"`{name}{{{','.join(labels)}}}`" if labels else f"`{name}`"
             meaning = text[0].lower() + text[1:] if not text[:2].isupper() else text
-            lines.append(f"| `{name}` | {kind} | {shown} | {meaning} |")
+            histogram = "histogram: " if kind == "histogram" else ""
+            lines.append(f"| {shown} | {histogram}{meaning} |")
     return "\n".join(lines[1:]) + "\n"

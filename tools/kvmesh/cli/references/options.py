@@ -33,7 +33,7 @@ def _toml_value(value: object) -> str:
 
 
 def markdown(tuning: bool) -> str:
-    """One table per section: key, value, default and meaning; of tuning options, or of others."""
+    """One table per section: key, default and meaning; of tuning options, or of others."""
     return "\n".join(_markdown_lines(tuning))
 
 
@@ -42,18 +42,21 @@ def _markdown_lines(tuning: bool) -> Iterator[str]:
         rows = [_row(option) for option in members if option.tuning is tuning]
         if rows:
             yield f"## [{section}]\n"
-            yield "| key | value | default | meaning |"
-            yield "| --- | --- | --- | --- |"
+            yield "| key | default | meaning |"
+            yield "| --- | --- | --- |"
             yield from rows
             yield ""
 
 
 def _row(option: Option) -> str:
-    default = one_line(option.default).replace("|", "\\|")
+    default = one_line(option.default)
+    value = "secret" if option.secret else metavar(option)
+    shown = f"`{default}`" if default else value
+    if default and "|" in value:
+        shown += f" of {value}"
     cells = [
         f"`{option.section}.{option.key}`",
-        "secret" if option.secret else metavar(option).replace("|", "\\|"),
-        f"`{default}`" if default else "–",
+        shown.replace("|", "\\|"),
         f"{option.description}{' (live)' if option.live else ''}",
     ]
     return f"| {' | '.join(cells)} |"
