@@ -109,14 +109,13 @@ def _entry(metric: Metric, labels: Iterable[str]) -> MetricEntry:
 
 
 def markdown() -> str:
-    """One table for each kind of process."""
+    """One list for each kind of process."""
     lines = []
     for source in sources().values():
         lines += ["", f"## {source.heading}", ""]
-        lines += ["| metric | meaning |", "| --- | --- |"]
         for name, kind, labels, text in entries(source):
             shown = f"`{name}{{{','.join(labels)}}}`" if labels else f"`{name}`"
             meaning = text[0].lower() + text[1:] if not text[:2].isupper() else text
             histogram = "histogram: " if kind == "histogram" else ""
-            lines.append(f"| {shown} | {histogram}{meaning} |")
+            lines.append(f"- {shown}: {histogram}{meaning}")
     return "\n".join(lines[1:]) + "\n"
