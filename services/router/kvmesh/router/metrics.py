@@ -59,14 +59,13 @@ forecast_withdrawals = Counter(
 )
 forecast_returns = Gauge(
     f"{_PREFIX}_forecast_returns",
-    "Returns of prompts within an age since the start: those that forecasts made expect, and those"
-    f" observed of the same prompts: {_SAME}",
+    f"Returns of prompts within an age, expected by forecasts and observed: {_SAME}",
     ["model", "within_s", "kind"],
 )
 forecast_hits = Gauge(
     f"{_PREFIX}_forecast_hits_share",
-    "Share of the blocks read again, of a sample of conversations, that a cache of the ranks' size "
-    f"would hold if it evicts by forecast or by recency: {_SAME}",
+    "Share of the blocks read again that a cache of the ranks' size would hold, evicting by "
+    f"forecast or by recency: {_SAME}",
     ["model", "order"],
 )
 agents = Gauge(
@@ -108,8 +107,7 @@ rank_speed = Gauge(
 )
 learner_gain = Gauge(
     f"{_PREFIX}_learner_gain",
-    "Gain of what learns over its fallback on held-out requests, as a share of the fallback's"
-    f" figure (kvmesh learned): {_SAME}",
+    f"Gain of a learner over its fallback, as a share of the fallback's figure: {_SAME}",
     ["model", "learner"],
 )
 learner_on = Gauge(
