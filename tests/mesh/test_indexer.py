@@ -128,7 +128,7 @@ async def test_malformed_messages_and_queries_do_not_stop_the_service(
     assert reply_ == OverlapReply([], [])
     await worker.store(1)
     await eventually_overlaps(bus, [1], {"w-1": 1})
-    measures = replica.indexer.telemetry.read()
+    measures = replica.indexer.figures()
     assert measures["malformed"] == 3
     assert measures["bad_queries"] == 4
     await worker.close()

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 import time
+from dataclasses import asdict
 
 import msgspec
 from prometheus_client import REGISTRY
@@ -25,7 +26,6 @@ from kvmesh.indexer.removed_blocks import RemovedBlocks
 from kvmesh.indexer.shards import Shard
 from kvmesh.indexer.shortfall import Shortfall
 from kvmesh.indexer.snapshots.snapshotter import Snapshotter, SnapshotThresholds
-from kvmesh.indexer.telemetry import IndexerTelemetry
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import publish_warnings
@@ -58,9 +58,6 @@ class IndexerService:
         self.snapshotter = Snapshotter(service.bus, self.states, self.feed, thresholds)
         self.readiness = IndexerReadiness(settings.lag_limit_s)
         self.checker = IndexChecker(service.bus, self.states)
-        self.telemetry = IndexerTelemetry(
-            self.states, self.feed, self.queries, self.snapshotter, self.checker.counts
-        )
         self.shortfall = Shortfall()
         self._directory = Directory(service.bus, service.limits, self._joined, self._left)
         self._lease = Lease(service.bus, self._card("catching up"), service.limits)
@@ -92,6 +89,29 @@ class IndexerService:
     @property
     def ready(self) -> bool:
         return self.queries.is_open
+
+    def figures(self) -> dict[str, float]:
+        """Every figure that `metrics` names."""
+        feed, queries, snapshotter = self.feed, self.queries, self.snapshotter
+        stats = self.states.index.stats()
+        return {
+            **asdict(self.states.counts),
+            **asdict(feed.counts),
+            **asdict(queries.counts),
+            **asdict(snapshotter.counts),
+            **asdict(self.checker.counts),
+            "blocks": stats.blocks,
+            "entries": stats.entries,
+            "memory_bytes": stats.bytes,
+            "ranks": self.states.ranks,
+            "unknown_ranks": self.states.unknown,
+            "pending": feed.pending,
+            "lag_seconds": feed.lag,
+            "applied_seq": feed.applied,
+            "snapshot_seq": snapshotter.covered,
+            "snapshot_bytes": snapshotter.size,
+            "ready": float(queries.is_open),
+        }
 
     async def run(self) -> None:
         """Serve until the service is stopped; raises BusUnavailable if the start fails."""
@@ -236,7 +256,7 @@ def _shard(service: Service) -> Shard:
 async def main(service: Service) -> None:
     """Run an indexer until the service is stopped."""
     indexer = IndexerService(service)
-    collector = StateCollector(indexer.telemetry.read)
+    collector = StateCollector(indexer.figures)
     REGISTRY.register(collector)
     metrics = None
     try:

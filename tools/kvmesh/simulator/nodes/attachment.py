@@ -186,7 +186,7 @@ class SimulatedAttachment:
     def finish(self, sequence: Sequence) -> None:
         """Let a sequence continue for which the node has no blocks."""
         if self._loads.pop(sequence, None) is not None:
-            self.core.finish_loading(sequence, self.node.clock.now)
+            self.core.scheduler.end_loading(sequence, self.node.clock.now)
 
     def wake(self) -> None:
         self._worker.wake()

@@ -342,6 +342,15 @@ class Scheduler:
             request.id, claims.session, held, self.blocks.now, claims.ahead, claims.conversation
         )
 
+    def end_loading(self, sequence: Sequence, now: float) -> None:
+        """Let a sequence that waits for a kvbm continue at `now` without blocks from there."""
+        if sequence.state is not SequenceState.LOADING:
+            return
+        self.lock_held(sequence)
+        if not sequence.cached_reported:
+            sequence.cached = [sequence.computed]
+        sequence.ready_at = now
+
     def _finish_loading(self, now: float) -> None:
         arrived = [s for s in self.loading if s.ready_at <= now + TIME_RESOLUTION_S]
         for sequence in arrived:
