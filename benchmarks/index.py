@@ -24,7 +24,10 @@ from index_workload import Event, Prompt, interleaved, prompts, trace_requests
 
 from kvmesh.hashing import block_hashes
 from kvmesh.index import Buffer, PrefixIndex, create_index
-from kvmesh.index.reference import ReferencePrefixIndex
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from support.reference_index import ReferencePrefixIndex
 
 RUNS = 5
 M = 1e6

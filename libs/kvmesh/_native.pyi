@@ -6,7 +6,7 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmesh.index.interface import Buffer, IndexStats, OverlapSegment
+from kvmesh.index.interface import Buffer, PrefixIndex
 
 def xxh3(data: Buffer, seed: int = 0) -> int:
     """XXH3-64 of `data` (https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md)."""
@@ -75,23 +75,8 @@ class WordTokens:
     def keep(self, word: str, tokens: bytes) -> None:
         """Keep the packed tokens of a word, unless it is too long."""
 
-class NativePrefixIndex:
-    """The `PrefixIndex` of `kvmesh.index.interface`; every call releases the GIL."""
-
-    def store(
-        self, rank: int, tier: int, parent: int | None, engine: Buffer, local: Buffer, salt: int = 0
-    ) -> bool: ...
-    def attach(
-        self, rank: int, tier: int, previous: int, engine: Buffer, local: Buffer
-    ) -> None: ...
-    def load(self, rank: int, segments: list[OverlapSegment]) -> None: ...
-    def remove(self, rank: int, tier: int, engine: Buffer) -> bytes: ...
-    def clear(self, rank: int, tier: int | None = None) -> int: ...
-    def find(self, sequence: Buffer) -> bytes: ...
-    def find_batch(self, sequences: list[Buffer]) -> list[bytes]: ...
-    def dump(self, rank: int) -> list[OverlapSegment]: ...
-    def ranks(self) -> bytes: ...
-    def stats(self) -> IndexStats: ...
+def NativePrefixIndex() -> PrefixIndex:  # noqa: N802 - a class
+    """An empty index, whose calls release the GIL."""
 
 def packed_tokens(raw: Buffer) -> bytes:
     """The token ids of an array in MessagePack, packed uint32; of pairs, the first of each.

@@ -6,7 +6,7 @@ from struct import iter_unpack, pack
 import pytest
 
 from kvmesh.index import PrefixIndex, create_index
-from kvmesh.index.reference import ReferencePrefixIndex
+from support.reference_index import ReferencePrefixIndex
 
 Factory = Callable[[], PrefixIndex]
 FACTORIES = [

@@ -1,7 +1,6 @@
 """Every subject, stream, bucket and key of the mesh."""
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
 
 ROOT = "kvm"  # the first token of every subject
@@ -74,32 +73,62 @@ def _of_instance(namespace: str, kind: str, instance: str) -> str:
     return ".".join((ROOT, namespace, kind, *instance_tokens(instance)))
 
 
-@dataclass(frozen=True)
 class Subjects:
     """Names within one mesh, whose namespace is one subject token."""
 
-    namespace: str = "kvmesh"
+    def __init__(self, namespace: str = "kvmesh") -> None:
+        self.namespace = namespace
+        of, stored = self._of, f"kvm-{namespace}-"
+        # JetStream streams, and what they capture
+        self.kv_stream = f"{stored}kv"
+        self.route_stream = f"{stored}route"
+        self.seq_stream = f"{stored}seq"
+        self.scaling_stream = f"{stored}scaling"
+        self.kv_all = of("kv", ">")
+        self.route_all = of("route", ">")
+        self.seq_all = of("seq", ">")
+        self.scaling_all = of("scaling", ">")
+        # buckets
+        self.answers_bucket = f"{stored}answers"
+        self.batches_bucket = f"{stored}batches"  # of batches, and of the descriptions of files
+        self.catalog_bucket = f"{stored}catalog"  # of the models that the model store holds
+        self.files_bucket = f"{stored}files"  # objects: the requests of batches, and their results
+        self.index_bucket = f"{stored}index"
+        self.instances_bucket = f"{stored}instances"
+        self.keys_bucket = f"{stored}keys"
+        self.kvbm_bucket = f"{stored}kvbm"
+        self.model_bucket = f"{stored}models"
+        self.model_store_bucket = f"{stored}modelstore"  # objects: manifests, chunks by digest
+        self.pins_bucket = f"{stored}pins"
+        self.plan_bucket = f"{stored}plan"  # the wanted fleet, and the answers of operators
+        self.responses_bucket = f"{stored}responses"
+        self.router_bucket = f"{stored}router"
+        self.secrets_bucket = f"{stored}secrets"  # which only frontends may read
+        self.weights_bucket = f"{stored}weights"  # the key that authenticates manifests of weights
+        # keys in the bucket of the planner
+        self.desired_key = "desired"  # the wanted fleet
+        self.plan_settings_key = "settings"  # the planner's settings that were set at run time
+        self.replaced_key = "replaced"  # the report about the latest order
+        self.replacement_key = "replacement"  # the latest order to replace a process
+        self.report_key = "report"  # the latest report of the operator
+        # keys of secrets
+        self.identity_key = "identity"  # in the kvbm bucket: keys block digests in shared tiers
+        self.manifests_key = "manifests"  # in the weights bucket: authenticates manifests
+        self.tenants_key = "tenants"  # in the secrets bucket: salts tenants' names
+        # subjects without a name of their own
+        self.index_all = of("index", "*")
+        self.oracle = of("oracle")  # questions of planners about candidate fleets
+        self.sessions = of("sessions")  # session queries between frontends
+        self.limits = of("limits")  # use of API keys' limits, published between frontends
+        self.traces = of("traces")  # unsampled traces that are kept, published by frontends
+        self.wake_all = of("wake", "*")
+        self.tool_all = of("tool", "*")
+        self.load_all = of("load", ">")
+        self.starting_all = of("starting", ">")
+        self.everything = of(">")
 
     def _of(self, *tokens: str) -> str:
         return ".".join((ROOT, self.namespace, *tokens))
-
-    # JetStream streams and what they capture
-
-    @property
-    def kv_stream(self) -> str:
-        return f"kvm-{self.namespace}-kv"
-
-    @property
-    def route_stream(self) -> str:
-        return f"kvm-{self.namespace}-route"
-
-    @property
-    def seq_stream(self) -> str:
-        return f"kvm-{self.namespace}-seq"
-
-    @property
-    def scaling_stream(self) -> str:
-        return f"kvm-{self.namespace}-scaling"
 
     def owns(self, stream: str | None) -> bool:
         """True if a stream belongs to this mesh, directly or as one of its buckets."""
@@ -110,143 +139,21 @@ class Subjects:
     def kv(self, model: str, worker: str) -> str:
         return self._of("kv", token(model), token(worker))
 
-    @property
-    def kv_all(self) -> str:
-        return self._of("kv", ">")
-
     def route(self, model: str) -> str:
         return self._of("route", token(model))
 
-    @property
-    def route_all(self) -> str:
-        return self._of("route", ">")
-
     def seq(self, model: str) -> str:
         return self._of("seq", token(model))
-
-    @property
-    def seq_all(self) -> str:
-        return self._of("seq", ">")
 
     def scaling(self, model: str) -> str:
         """Decisions of the planner about one model."""
         return self._of("scaling", token(model))
 
-    @property
-    def scaling_all(self) -> str:
-        return self._of("scaling", ">")
-
-    # buckets
-
-    @property
-    def index_bucket(self) -> str:
-        return f"kvm-{self.namespace}-index"
-
-    @property
-    def model_bucket(self) -> str:
-        return f"kvm-{self.namespace}-models"
-
-    @property
-    def responses_bucket(self) -> str:
-        return f"kvm-{self.namespace}-responses"
-
-    @property
-    def answers_bucket(self) -> str:
-        return f"kvm-{self.namespace}-answers"
-
-    @property
-    def files_bucket(self) -> str:
-        """The object store of files: the requests of batches and their results."""
-        return f"kvm-{self.namespace}-files"
-
-    @property
-    def batches_bucket(self) -> str:
-        """The bucket of batches, and of the descriptions of files."""
-        return f"kvm-{self.namespace}-batches"
-
-    @property
-    def pins_bucket(self) -> str:
-        return f"kvm-{self.namespace}-pins"
-
-    @property
-    def keys_bucket(self) -> str:
-        return f"kvm-{self.namespace}-keys"
-
-    @property
-    def secrets_bucket(self) -> str:
-        """The bucket of secrets that only frontends may read."""
-        return f"kvm-{self.namespace}-secrets"
-
-    @property
-    def tenants_key(self) -> str:
-        """Key, in the secrets bucket, of the secret that salts tenants' names."""
-        return "tenants"
-
-    @property
-    def instances_bucket(self) -> str:
-        return f"kvm-{self.namespace}-instances"
-
-    @property
-    def router_bucket(self) -> str:
-        return f"kvm-{self.namespace}-router"
-
-    @property
-    def kvbm_bucket(self) -> str:
-        return f"kvm-{self.namespace}-kvbm"
-
-    @property
-    def weights_bucket(self) -> str:
-        """The bucket of the key that authenticates manifests of weights."""
-        return f"kvm-{self.namespace}-weights"
-
-    @property
-    def manifests_key(self) -> str:
-        """Key, in the weights bucket, of the secret that authenticates manifests."""
-        return "manifests"
-
-    @property
-    def model_store_bucket(self) -> str:
-        """The object store of whole model folders: manifests, and chunks by their digest."""
-        return f"kvm-{self.namespace}-modelstore"
-
-    @property
-    def catalog_bucket(self) -> str:
-        """The bucket of the models that the model store holds."""
-        return f"kvm-{self.namespace}-catalog"
+    # keys of buckets
 
     def catalog_key(self, model: str, digest: str) -> str:
         """Key, in the catalog bucket, of one revision of a model."""
         return f"{token(model)}.{token(digest)}"
-
-    @property
-    def plan_bucket(self) -> str:
-        """The bucket of the planner: the wanted fleet and the answers of operators."""
-        return f"kvm-{self.namespace}-plan"
-
-    @property
-    def desired_key(self) -> str:
-        """Key, in the plan bucket, of the wanted fleet."""
-        return "desired"
-
-    @property
-    def plan_settings_key(self) -> str:
-        """Key, in the plan bucket, of the planner's settings that were set at run time."""
-        return "settings"
-
-    @property
-    def report_key(self) -> str:
-        """Key, in the plan bucket, of the latest report of the operator."""
-        return "report"
-
-    @property
-    def replacement_key(self) -> str:
-        """Key, in the plan bucket, of the latest order to replace a process."""
-        return "replacement"
-
-    @property
-    def replaced_key(self) -> str:
-        """Key, in the plan bucket, of the report about that order."""
-        return "replaced"
 
     def roll_key(self, service: str) -> str:
         """Key, in the plan bucket, of the latest roll of a service."""
@@ -259,11 +166,6 @@ class Subjects:
     def idle_key(self, model: str) -> str:
         """Key, in the plan bucket, of a model that may run without workers."""
         return f"idle.{token(model)}"
-
-    @property
-    def identity_key(self) -> str:
-        """Key, in the kvbm bucket, of the secret that keys block digests in shared tiers."""
-        return "identity"
 
     def lease_key(self, role: str, instance: str) -> str:
         """Key of a process's lease in the instances bucket."""
@@ -290,10 +192,6 @@ class Subjects:
     def index(self, model: str) -> str:
         return self._of("index", token(model))
 
-    @property
-    def index_all(self) -> str:
-        return self._of("index", "*")
-
     def index_at(self, instance: str) -> str:
         """Queries to one indexer, for every model."""
         return _of_instance(self.namespace, "indexer", instance)
@@ -316,26 +214,6 @@ class Subjects:
         """Requests to one router, which acknowledges at once."""
         return self._of("router", token(model), *instance_tokens(instance))
 
-    @property
-    def oracle(self) -> str:
-        """Questions of planners about candidate fleets."""
-        return self._of("oracle")
-
-    @property
-    def sessions(self) -> str:
-        """Session queries between frontends."""
-        return self._of("sessions")
-
-    @property
-    def limits(self) -> str:
-        """Use of API keys' limits, published between frontends."""
-        return self._of("limits")
-
-    @property
-    def traces(self) -> str:
-        """Unsampled traces that are kept, published by frontends."""
-        return self._of("traces")
-
     def weights(self, digest: str) -> str:
         """Queries for sources of a copy of weights, heard by all workers that have chunks of it."""
         return self._of("weights", token(digest))
@@ -344,17 +222,9 @@ class Subjects:
         """Requests of an idle model that wait for a worker, published by frontends."""
         return self._of("wake", token(model))
 
-    @property
-    def wake_all(self) -> str:
-        return self._of("wake", "*")
-
     def tool(self, session: str) -> str:
         """Reports of harnesses on the tools of a session; a long name is cut."""
         return self._of("tool", token(session)[:MAX_SESSION_TOKEN])
-
-    @property
-    def tool_all(self) -> str:
-        return self._of("tool", "*")
 
     # one process each
 
@@ -402,21 +272,9 @@ class Subjects:
     def load(self, instance: str) -> str:
         return _of_instance(self.namespace, "load", instance)
 
-    @property
-    def load_all(self) -> str:
-        return self._of("load", ">")
-
     def starting(self, instance: str) -> str:
         """Phases of a worker that starts."""
         return _of_instance(self.namespace, "starting", instance)
-
-    @property
-    def starting_all(self) -> str:
-        return self._of("starting", ">")
-
-    @property
-    def everything(self) -> str:
-        return self._of(">")
 
     def expand(self, pattern: str) -> str:
         """A short pattern (`kv.>`, `route.*`) within this namespace; full patterns unchanged."""

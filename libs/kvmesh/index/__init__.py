@@ -1,6 +1,6 @@
-"""The prefix index: interface, plain Python reference, and constructor of the native one."""
+"""The prefix index: its interface, and the constructor of the native one."""
 
-from kvmesh.index.factory import create_index
+from kvmesh._native import NativePrefixIndex
 from kvmesh.index.interface import (
     MAX_RANKS,
     TIERS,
@@ -23,3 +23,8 @@ __all__ = [
     "create_index",
     "unpack_rows",
 ]
+
+
+def create_index() -> PrefixIndex:
+    """Return an empty prefix index."""
+    return NativePrefixIndex()

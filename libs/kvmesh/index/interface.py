@@ -1,4 +1,4 @@
-"""Interface of a prefix index; `kvmesh._native` implements it, `reference` specifies it.
+"""Interface of a prefix index; `kvmesh._native` implements it.
 
 A *rank* is one data-parallel rank of one worker instance, identified by a small integer that the
 caller assigns and may reuse after `clear`. A *tier* is 0 (engine), 1 (host), 2 (disk) or 3

@@ -117,13 +117,14 @@ def options() -> tuple[Option, ...]:
 def _options() -> Iterator[Option]:
     for section in msgspec.structs.fields(Settings):
         cls: type[Section] = section.type
-        hints = get_type_hints(cls, include_extras=True)
+        hints: dict[str, Any] = get_type_hints(cls, include_extras=True)
         common, _, tuned = (inspect.getdoc(cls) or "").partition(TUNING)
         texts = dict(KEY.findall(common + tuned))
         tuning = {key for key, _ in KEY.findall(tuned)}
         for field in msgspec.structs.fields(cls):
             text = " ".join(texts.get(field.name, "").split())
-            hint = Annotated[hints[field.name], msgspec.Meta(description=text)]
+            described = msgspec.Meta(description=text)
+            hint = Annotated[hints[field.name], described]  # type: ignore[name-defined, valid-type]
             default = field.default
             if default is msgspec.NODEFAULT:
                 default = field.default_factory()

@@ -28,34 +28,54 @@ class Attribute(NamedTuple):
     convention: str = ""
 
 
-REQUEST = "request"
-RECEIVE = "receive"
-RENDER = "render"
-TOKENIZE = "tokenize"
-ROUTE = "route"
-ATTEMPT = "attempt"
-OFFER = "offer"
-REMOTE_PREFILL = "remote_prefill"
-MIGRATION = "migration"
-STORE_RESPONSE = "store_response"
-SPECULATIVE_PREFILL = "speculative_prefill"
-PLACE = "place"
-INDEX = "index"
-QUEUE = "queue"
-OVERLAPS = "overlaps"
-ENGINE_QUEUE = "engine_queue"
-ENGINE_PREFILL = "engine_prefill"
-ENGINE_DECODE = "engine_decode"
-HANDOFF = "handoff"
-ONBOARD = "onboard"
-OFFLOAD = "offload"
-PREFETCH = "prefetch"
-KVBM_FETCH = "kvbm_fetch"
-KVBM_OFFER = "kvbm_offer"
-KVBM_LEND = "kvbm_lend"
-KVBM_PREPARE = "kvbm_prepare"
-START = "start"
+SPANS: list[SpanName] = []
 
+
+def _span(name: str, process: str, meaning: str) -> str:
+    """Add a span to `SPANS`; returns its name."""
+    SPANS.append(SpanName(name, process, meaning))
+    return name
+
+
+REQUEST = _span("request", "frontend", "one call of an API, from its arrival to the last byte")
+RECEIVE = _span("receive", "frontend", "read and parse the body")
+RENDER = _span("render", "frontend", "render the chat template")
+TOKENIZE = _span("tokenize", "frontend", "tokenize the prompt and hash its blocks")
+ROUTE = _span("route", "frontend", "query a router until it places or refuses the sequence")
+REMOTE_PREFILL = _span("remote_prefill", "frontend", "have a prefill worker compute the prompt")
+ATTEMPT = _span(
+    "attempt", "frontend", "one sequence on one worker, from the offer to the end of the attempt"
+)
+OFFER = _span("offer", "frontend", "offer the sequence to a worker, until it replies")
+MIGRATION = _span(
+    "migration", "frontend", "from the loss of a worker until another one has accepted"
+)
+STORE_RESPONSE = _span("store_response", "frontend", "store the response for later requests")
+SPECULATIVE_PREFILL = _span(
+    "speculative_prefill",
+    "frontend",
+    "predict the next prompt and have it computed; the root of a trace linked to the request's",
+)
+PLACE = _span("place", "router", "one routing request, until the reply")
+INDEX = _span("index", "router", "query an indexer for the overlaps of the prompt")
+QUEUE = _span("queue", "router", "wait in the queue for a rank with free capacity")
+OVERLAPS = _span("overlaps", "indexer", "find the overlaps of the prompt")
+ENGINE_QUEUE = _span(
+    "engine_queue", "worker", "wait in the engine until its scheduler starts the sequence"
+)
+ENGINE_PREFILL = _span("engine_prefill", "worker", "compute the prompt, until the first token")
+ENGINE_DECODE = _span("engine_decode", "worker", "generate the tokens after the first")
+HANDOFF = _span("handoff", "worker", "read the prompt's KV from a prefill worker")
+ONBOARD = _span("onboard", "worker", "load blocks from lower tiers into the engine")
+OFFLOAD = _span("offload", "worker", "write blocks to a lower tier")
+PREFETCH = _span("prefetch", "worker", "load or compute blocks before their request")
+KVBM_FETCH = _span("kvbm_fetch", "kvbm", "find blocks in the tiers of the node and load them")
+KVBM_OFFER = _span("kvbm_offer", "kvbm", "choose the offered blocks to store")
+KVBM_PREPARE = _span("kvbm_prepare", "kvbm", "load blocks for the kvbm of another node")
+KVBM_LEND = _span("kvbm_lend", "kvbm", "lend blocks to the kvbm of another node")
+START = _span(
+    "start", "worker", "a start, from the creation of the process until routers see the worker"
+)
 _PHASES = {
     StartPhase.PROCESS: "from the creation of the process to the first line of its program",
     StartPhase.IMPORTS: "import packages, in the processes of the engine as well",
@@ -79,123 +99,80 @@ def start_span(phase: str) -> str:
 
 FIRST_TOKEN = "first_token"  # an event of an attempt
 
-SPANS = (
-    SpanName(REQUEST, "frontend", "one call of an API, from its arrival to the last byte"),
-    SpanName(RECEIVE, "frontend", "read and parse the body"),
-    SpanName(RENDER, "frontend", "render the chat template"),
-    SpanName(TOKENIZE, "frontend", "tokenize the prompt and hash its blocks"),
-    SpanName(ROUTE, "frontend", "query a router until it places or refuses the sequence"),
-    SpanName(REMOTE_PREFILL, "frontend", "have a prefill worker compute the prompt"),
-    SpanName(
-        ATTEMPT, "frontend", "one sequence on one worker, from the offer to the end of the attempt"
-    ),
-    SpanName(OFFER, "frontend", "offer the sequence to a worker, until it replies"),
-    SpanName(MIGRATION, "frontend", "from the loss of a worker until another one has accepted"),
-    SpanName(STORE_RESPONSE, "frontend", "store the response for later requests"),
-    SpanName(
-        SPECULATIVE_PREFILL,
-        "frontend",
-        "predict the next prompt and have it computed; the root of a trace linked to the request's",
-    ),
-    SpanName(PLACE, "router", "one routing request, until the reply"),
-    SpanName(INDEX, "router", "query an indexer for the overlaps of the prompt"),
-    SpanName(QUEUE, "router", "wait in the queue for a rank with free capacity"),
-    SpanName(OVERLAPS, "indexer", "find the overlaps of the prompt"),
-    SpanName(ENGINE_QUEUE, "worker", "wait in the engine until its scheduler starts the sequence"),
-    SpanName(ENGINE_PREFILL, "worker", "compute the prompt, until the first token"),
-    SpanName(ENGINE_DECODE, "worker", "generate the tokens after the first"),
-    SpanName(HANDOFF, "worker", "read the prompt's KV from a prefill worker"),
-    SpanName(ONBOARD, "worker", "load blocks from lower tiers into the engine"),
-    SpanName(OFFLOAD, "worker", "write blocks to a lower tier"),
-    SpanName(PREFETCH, "worker", "load or compute blocks before their request"),
-    SpanName(KVBM_FETCH, "kvbm", "find blocks in the tiers of the node and load them"),
-    SpanName(KVBM_OFFER, "kvbm", "choose the offered blocks to store"),
-    SpanName(KVBM_PREPARE, "kvbm", "load blocks for the kvbm of another node"),
-    SpanName(KVBM_LEND, "kvbm", "lend blocks to the kvbm of another node"),
-    SpanName(
-        START, "worker", "a start, from the creation of the process until routers see the worker"
-    ),
-    *(SpanName(start_span(phase), "worker", meaning) for phase, meaning in _PHASES.items()),
+SPANS += [SpanName(start_span(phase), "worker", text) for phase, text in _PHASES.items()]
+
+ATTRIBUTES: list[Attribute] = []
+
+
+def _attribute(key: str, meaning: str, convention: str = "") -> str:
+    """Add an attribute to `ATTRIBUTES`; returns its key."""
+    ATTRIBUTES.append(Attribute(key, meaning, convention))
+    return key
+
+
+OPERATION = _attribute(
+    "kvmesh.operation",
+    "the API: chat, text_completion, messages, responses",
+    "gen_ai.operation.name",
 )
-
-OPERATION = "kvmesh.operation"
-MODEL = "kvmesh.model"
-STREAM = "kvmesh.stream"
-MAX_TOKENS = "kvmesh.max_tokens"
-CHOICES = "kvmesh.choices"
-SESSION = "kvmesh.session"
-PROMPT_TOKENS = "kvmesh.prompt_tokens"
-CACHED_TOKENS = "kvmesh.cached_tokens"
-OUTPUT_TOKENS = "kvmesh.output_tokens"
-NEW_TOKENS = "kvmesh.new_tokens"
-POSSIBLE_TOKENS = "kvmesh.possible_tokens"
-LOST_TOKENS = "kvmesh.lost_tokens"
-LOSSES = "kvmesh.losses"
-PROMPT_CHANGE = "kvmesh.prompt_change"
-FINISH_REASONS = "kvmesh.finish_reasons"
-TTFT_S = "kvmesh.ttft_s"
-REQUEST_ID = "kvmesh.request"
-CHOICE = "kvmesh.choice"
-ATTEMPT_ID = "kvmesh.attempt"
-INSTANCE = "kvmesh.instance"
-RANK = "kvmesh.rank"
-STATUS = "kvmesh.status"
-POLICY = "kvmesh.policy"
-OVERLAP = "kvmesh.overlap"
-ELIGIBLE = "kvmesh.eligible"
-BLOCKS = "kvmesh.blocks"
-TIERS = "kvmesh.tiers"
-TENANT = "kvmesh.tenant"
-ENGINE = "kvmesh.engine"
-METHOD = "http.request.method"
-HTTP_ROUTE = "http.route"
-HTTP_STATUS = "http.response.status_code"
-ERROR = "error.type"
-
-ATTRIBUTES = (
-    Attribute(
-        OPERATION, "the API: chat, text_completion, messages, responses", "gen_ai.operation.name"
-    ),
-    Attribute(MODEL, "the model, or the adapter", "gen_ai.request.model"),
-    Attribute(STREAM, "true if the response streams", "gen_ai.request.stream"),
-    Attribute(MAX_TOKENS, "bound of the output, in tokens", "gen_ai.request.max_tokens"),
-    Attribute(CHOICES, "sequences of the request", "gen_ai.request.choice.count"),
-    Attribute(SESSION, "the session", "gen_ai.conversation.id"),
-    Attribute(PROMPT_TOKENS, "tokens of all prompts", "gen_ai.usage.input_tokens"),
-    Attribute(
-        CACHED_TOKENS,
-        "prompt tokens that were not computed",
-        "gen_ai.usage.cache_read.input_tokens",
-    ),
-    Attribute(OUTPUT_TOKENS, "tokens generated", "gen_ai.usage.output_tokens"),
-    Attribute(NEW_TOKENS, "prompt tokens that were never computed before"),
-    Attribute(POSSIBLE_TOKENS, "prompt tokens that an endless cache would have held"),
-    Attribute(LOST_TOKENS, "prompt tokens that were computed again"),
-    Attribute(LOSSES, "their reasons, each with its tokens: `evicted=512`"),
-    Attribute(PROMPT_CHANGE, "the part of the prompt that differs from the session's last one"),
-    Attribute(FINISH_REASONS, "the end of each sequence", "gen_ai.response.finish_reasons"),
-    Attribute(
-        TTFT_S, "seconds from arrival to the first token", "gen_ai.response.time_to_first_chunk"
-    ),
-    Attribute(REQUEST_ID, "the request's id, as in errors, logs and `kvmesh explain`"),
-    Attribute(CHOICE, "the number of the sequence in its request, from 0"),
-    Attribute(ATTEMPT_ID, "the id of the attempt, as on the bus"),
-    Attribute(INSTANCE, "the instance that was chosen, queried or offered work, or that starts"),
-    Attribute(RANK, "its data-parallel rank"),
-    Attribute(STATUS, "the result: a reply's status, or the end of an attempt"),
-    Attribute(POLICY, "the routing policy"),
-    Attribute(OVERLAP, "overlap of the chosen rank, in blocks by tier"),
-    Attribute(ELIGIBLE, "ranks among which the policy chose"),
-    Attribute(BLOCKS, "blocks found, moved or wanted"),
-    Attribute(TIERS, "blocks or tokens by the tier that they came from"),
-    Attribute(TENANT, "the tenant's tag"),
-    Attribute(ENGINE, "the engine of a worker that starts"),
-    Attribute(METHOD, "HTTP method (a stable convention)"),
-    Attribute(HTTP_ROUTE, "path of the endpoint (a stable convention)"),
-    Attribute(HTTP_STATUS, "status of the response (a stable convention)"),
-    Attribute(ERROR, "code of the error, set with the status *error* (a stable convention)"),
+MODEL = _attribute("kvmesh.model", "the model, or the adapter", "gen_ai.request.model")
+STREAM = _attribute("kvmesh.stream", "true if the response streams", "gen_ai.request.stream")
+MAX_TOKENS = _attribute(
+    "kvmesh.max_tokens", "bound of the output, in tokens", "gen_ai.request.max_tokens"
 )
-
+CHOICES = _attribute("kvmesh.choices", "sequences of the request", "gen_ai.request.choice.count")
+SESSION = _attribute("kvmesh.session", "the session", "gen_ai.conversation.id")
+PROMPT_TOKENS = _attribute(
+    "kvmesh.prompt_tokens", "tokens of all prompts", "gen_ai.usage.input_tokens"
+)
+CACHED_TOKENS = _attribute(
+    "kvmesh.cached_tokens",
+    "prompt tokens that were not computed",
+    "gen_ai.usage.cache_read.input_tokens",
+)
+OUTPUT_TOKENS = _attribute("kvmesh.output_tokens", "tokens generated", "gen_ai.usage.output_tokens")
+NEW_TOKENS = _attribute("kvmesh.new_tokens", "prompt tokens that were never computed before")
+POSSIBLE_TOKENS = _attribute(
+    "kvmesh.possible_tokens", "prompt tokens that an endless cache would have held"
+)
+LOST_TOKENS = _attribute("kvmesh.lost_tokens", "prompt tokens that were computed again")
+LOSSES = _attribute("kvmesh.losses", "their reasons, each with its tokens: `evicted=512`")
+PROMPT_CHANGE = _attribute(
+    "kvmesh.prompt_change", "the part of the prompt that differs from the session's last one"
+)
+FINISH_REASONS = _attribute(
+    "kvmesh.finish_reasons", "the end of each sequence", "gen_ai.response.finish_reasons"
+)
+TTFT_S = _attribute(
+    "kvmesh.ttft_s",
+    "seconds from arrival to the first token",
+    "gen_ai.response.time_to_first_chunk",
+)
+REQUEST_ID = _attribute(
+    "kvmesh.request", "the request's id, as in errors, logs and `kvmesh explain`"
+)
+CHOICE = _attribute("kvmesh.choice", "the number of the sequence in its request, from 0")
+ATTEMPT_ID = _attribute("kvmesh.attempt", "the id of the attempt, as on the bus")
+INSTANCE = _attribute(
+    "kvmesh.instance", "the instance that was chosen, queried or offered work, or that starts"
+)
+RANK = _attribute("kvmesh.rank", "its data-parallel rank")
+STATUS = _attribute("kvmesh.status", "the result: a reply's status, or the end of an attempt")
+POLICY = _attribute("kvmesh.policy", "the routing policy")
+OVERLAP = _attribute("kvmesh.overlap", "overlap of the chosen rank, in blocks by tier")
+ELIGIBLE = _attribute("kvmesh.eligible", "ranks among which the policy chose")
+BLOCKS = _attribute("kvmesh.blocks", "blocks found, moved or wanted")
+TIERS = _attribute("kvmesh.tiers", "blocks or tokens by the tier that they came from")
+TENANT = _attribute("kvmesh.tenant", "the tenant's tag")
+ENGINE = _attribute("kvmesh.engine", "the engine of a worker that starts")
+METHOD = _attribute("http.request.method", "HTTP method (a stable convention)")
+HTTP_ROUTE = _attribute("http.route", "path of the endpoint (a stable convention)")
+HTTP_STATUS = _attribute(
+    "http.response.status_code", "status of the response (a stable convention)"
+)
+ERROR = _attribute(
+    "error.type", "code of the error, set with the status *error* (a stable convention)"
+)
 CONVENTIONS = {a.key: a.convention for a in ATTRIBUTES if a.convention}
 
 

@@ -6,10 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.prefix_index import hashes, rows
+from support.reference_index import ReferencePrefixIndex
 
 from kvmesh.hashing import sequence_hashes
 from kvmesh.index import create_index
-from kvmesh.index.reference import ReferencePrefixIndex
 
 RANKS = st.sampled_from([0, 1, 2, 63, 64, 700])
 TIERS = st.integers(0, 3)

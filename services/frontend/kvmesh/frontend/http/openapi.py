@@ -67,95 +67,70 @@ class EndpointDescription(NamedTuple):
     streams: bool = False
 
 
-ENDPOINTS = [
-    EndpointDescription("post", "/v1/chat/completions", "Chat completion (OpenAI)", ChatBody, True),
-    EndpointDescription(
-        "post", "/v1/completions", "Text completion (OpenAI)", CompletionBody, True
-    ),
-    EndpointDescription("post", "/v1/responses", "Response (OpenAI)", ResponsesBody, True),
-    EndpointDescription(
-        "post", "/v1/responses/input_tokens", "Count a prompt's tokens", ResponsesBody
-    ),
-    EndpointDescription("post", "/v1/responses/compact", "Summarize a conversation", ResponsesBody),
-    EndpointDescription("get", "/v1/responses/{id}", "A stored response"),
-    EndpointDescription("delete", "/v1/responses/{id}", "Delete a stored response"),
-    EndpointDescription("post", "/v1/responses/{id}/cancel", "Cancel a background response"),
-    EndpointDescription(
-        "get", "/v1/responses/{id}/input_items", "Input items of a stored response"
-    ),
-    EndpointDescription("post", "/v1/conversations", "Create a conversation", ConversationBody),
-    EndpointDescription("get", "/v1/conversations/{id}", "A conversation"),
-    EndpointDescription(
-        "post", "/v1/conversations/{id}", "Change a conversation's metadata", ConversationUpdate
-    ),
-    EndpointDescription("delete", "/v1/conversations/{id}", "Delete a conversation"),
-    EndpointDescription(
-        "post", "/v1/conversations/{id}/items", "Add items to a conversation", ConversationItems
-    ),
-    EndpointDescription("get", "/v1/conversations/{id}/items", "Items of a conversation"),
-    EndpointDescription("get", "/v1/conversations/{id}/items/{item}", "An item of a conversation"),
-    EndpointDescription(
-        "delete", "/v1/conversations/{id}/items/{item}", "Remove an item from a conversation"
-    ),
-    EndpointDescription("post", "/v1/messages", "Message (Anthropic)", MessagesBody, True),
-    EndpointDescription(
-        "post", "/v1/messages/count_tokens", "Count a prompt's tokens", MessagesBody
-    ),
-    EndpointDescription("post", "/v1/embeddings", "Vectors of texts (OpenAI)", EmbeddingsBody),
-    EndpointDescription("post", "/v1/rerank", "Rank documents for a query (Jina)", RerankBody),
-    EndpointDescription("post", "/v2/rerank", "Rank documents for a query (Cohere)", RerankBody),
-    EndpointDescription("post", "/v1/score", "Score pairs of texts (vLLM)", ScoreBody),
-    EndpointDescription("post", "/v1/files", "Upload a file (OpenAI): a form"),
-    EndpointDescription("get", "/v1/files", "List files"),
-    EndpointDescription("get", "/v1/files/{id}", "One file"),
-    EndpointDescription("delete", "/v1/files/{id}", "Delete a file"),
-    EndpointDescription("get", "/v1/files/{id}/content", "The bytes of a file"),
-    EndpointDescription("post", "/v1/batches", "Create a batch (OpenAI)", BatchBody),
-    EndpointDescription("get", "/v1/batches", "List batches"),
-    EndpointDescription("get", "/v1/batches/{id}", "One batch"),
-    EndpointDescription("post", "/v1/batches/{id}/cancel", "Cancel a batch"),
-    EndpointDescription(
-        "post", "/v1/messages/batches", "Create a batch of messages (Anthropic)", MessageBatchBody
-    ),
-    EndpointDescription("get", "/v1/messages/batches", "List batches of messages"),
-    EndpointDescription("get", "/v1/messages/batches/{id}", "One batch of messages"),
-    EndpointDescription("delete", "/v1/messages/batches/{id}", "Delete a batch of messages"),
-    EndpointDescription("post", "/v1/messages/batches/{id}/cancel", "Cancel a batch of messages"),
-    EndpointDescription(
-        "get", "/v1/messages/batches/{id}/results", "The results of a batch of messages"
-    ),
-    EndpointDescription("post", "/v1/tokenize", "Tokenize a text or a conversation", TokenizeBody),
-    EndpointDescription("post", "/v1/detokenize", "Text of token ids", DetokenizeBody),
-    EndpointDescription(
-        "post", "/v1/prefetch", "Load a prompt's blocks into a worker", PrefetchBody
-    ),
-    EndpointDescription("delete", "/v1/prefetch/{id}", "Cancel a prefetch"),
-    EndpointDescription("post", "/v1/cache/pins", "Pin a prompt's blocks", PinBody),
-    EndpointDescription("get", "/v1/cache/pins", "List pins"),
-    EndpointDescription("delete", "/v1/cache/pins", "Delete a pin, by id or prompt", UnpinBody),
-    EndpointDescription("delete", "/v1/cache/pins/{id}", "Delete a pin"),
-    EndpointDescription(
-        "post", "/v1/cache/clear", "Drop cached blocks that are not in use", ClearBody
-    ),
-    EndpointDescription("post", "/v1/sessions/release", "Release ended sessions", ReleaseBody),
-    EndpointDescription(
+_ENDPOINTS: list[tuple[Any, ...]] = [
+    ("post", "/v1/chat/completions", "Chat completion (OpenAI)", ChatBody, True),
+    ("post", "/v1/completions", "Text completion (OpenAI)", CompletionBody, True),
+    ("post", "/v1/responses", "Response (OpenAI)", ResponsesBody, True),
+    ("post", "/v1/responses/input_tokens", "Count a prompt's tokens", ResponsesBody),
+    ("post", "/v1/responses/compact", "Summarize a conversation", ResponsesBody),
+    ("get", "/v1/responses/{id}", "A stored response"),
+    ("delete", "/v1/responses/{id}", "Delete a stored response"),
+    ("post", "/v1/responses/{id}/cancel", "Cancel a background response"),
+    ("get", "/v1/responses/{id}/input_items", "Input items of a stored response"),
+    ("post", "/v1/conversations", "Create a conversation", ConversationBody),
+    ("get", "/v1/conversations/{id}", "A conversation"),
+    ("post", "/v1/conversations/{id}", "Change a conversation's metadata", ConversationUpdate),
+    ("delete", "/v1/conversations/{id}", "Delete a conversation"),
+    ("post", "/v1/conversations/{id}/items", "Add items to a conversation", ConversationItems),
+    ("get", "/v1/conversations/{id}/items", "Items of a conversation"),
+    ("get", "/v1/conversations/{id}/items/{item}", "An item of a conversation"),
+    ("delete", "/v1/conversations/{id}/items/{item}", "Remove an item from a conversation"),
+    ("post", "/v1/messages", "Message (Anthropic)", MessagesBody, True),
+    ("post", "/v1/messages/count_tokens", "Count a prompt's tokens", MessagesBody),
+    ("post", "/v1/embeddings", "Vectors of texts (OpenAI)", EmbeddingsBody),
+    ("post", "/v1/rerank", "Rank documents for a query (Jina)", RerankBody),
+    ("post", "/v2/rerank", "Rank documents for a query (Cohere)", RerankBody),
+    ("post", "/v1/score", "Score pairs of texts (vLLM)", ScoreBody),
+    ("post", "/v1/files", "Upload a file (OpenAI): a form"),
+    ("get", "/v1/files", "List files"),
+    ("get", "/v1/files/{id}", "One file"),
+    ("delete", "/v1/files/{id}", "Delete a file"),
+    ("get", "/v1/files/{id}/content", "The bytes of a file"),
+    ("post", "/v1/batches", "Create a batch (OpenAI)", BatchBody),
+    ("get", "/v1/batches", "List batches"),
+    ("get", "/v1/batches/{id}", "One batch"),
+    ("post", "/v1/batches/{id}/cancel", "Cancel a batch"),
+    ("post", "/v1/messages/batches", "Create a batch of messages (Anthropic)", MessageBatchBody),
+    ("get", "/v1/messages/batches", "List batches of messages"),
+    ("get", "/v1/messages/batches/{id}", "One batch of messages"),
+    ("delete", "/v1/messages/batches/{id}", "Delete a batch of messages"),
+    ("post", "/v1/messages/batches/{id}/cancel", "Cancel a batch of messages"),
+    ("get", "/v1/messages/batches/{id}/results", "The results of a batch of messages"),
+    ("post", "/v1/tokenize", "Tokenize a text or a conversation", TokenizeBody),
+    ("post", "/v1/detokenize", "Text of token ids", DetokenizeBody),
+    ("post", "/v1/prefetch", "Load a prompt's blocks into a worker", PrefetchBody),
+    ("delete", "/v1/prefetch/{id}", "Cancel a prefetch"),
+    ("post", "/v1/cache/pins", "Pin a prompt's blocks", PinBody),
+    ("get", "/v1/cache/pins", "List pins"),
+    ("delete", "/v1/cache/pins", "Delete a pin, by id or prompt", UnpinBody),
+    ("delete", "/v1/cache/pins/{id}", "Delete a pin"),
+    ("post", "/v1/cache/clear", "Drop cached blocks that are not in use", ClearBody),
+    ("post", "/v1/sessions/release", "Release ended sessions", ReleaseBody),
+    (
         "post",
         "/v1/sessions/{id}/tools",
         "Report that a tool of a session started, goes on, ended or awaits approval; also a list",
         ToolBody,
     ),
-    EndpointDescription(
-        "post", "/v1/hooks/claude-code", "Report a tool as a hook of Claude Code", ClaudeCodeHook
-    ),
-    EndpointDescription("get", "/v1/models", "List the models that live workers serve"),
-    EndpointDescription("get", "/v1/models/{id}", "One model"),
-    EndpointDescription("get", "/busy_threshold", "List the models' busy thresholds"),
-    EndpointDescription(
-        "post", "/busy_threshold", "Set or show a model's busy thresholds", BusyThresholdBody
-    ),
-    EndpointDescription("get", "/health", "Readiness to serve requests"),
-    EndpointDescription("get", "/live", "Liveness of the process"),
+    ("post", "/v1/hooks/claude-code", "Report a tool as a hook of Claude Code", ClaudeCodeHook),
+    ("get", "/v1/models", "List the models that live workers serve"),
+    ("get", "/v1/models/{id}", "One model"),
+    ("get", "/busy_threshold", "List the models' busy thresholds"),
+    ("post", "/busy_threshold", "Set or show a model's busy thresholds", BusyThresholdBody),
+    ("get", "/health", "Readiness to serve requests"),
+    ("get", "/live", "Liveness of the process"),
 ]
+ENDPOINTS = [EndpointDescription(*row) for row in _ENDPOINTS]
 
 
 PARTS = (  # decoded on their own
