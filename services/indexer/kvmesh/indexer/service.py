@@ -35,7 +35,7 @@ _replies = MessageDecoder(ControlReply)
 TICK_S, REST_S = 0.05, 0.5  # while ranks are unknown, otherwise
 SWEEP_S = 1.0
 CAPACITY_CHECK_S = 10.0
-DUMP_TIMEOUT_S = 1.0
+DUMP_TIMEOUT_S = 10.0  # a machine with a thousand engines takes seconds
 OPEN_S = 5.0
 MAX_DUMP_REQUESTS = 64
 
@@ -64,6 +64,7 @@ class IndexerService:
         self._unknown = asyncio.Event()
         self.states.on_unknown = self._unknown.set
         self._dump_slots = asyncio.Semaphore(MAX_DUMP_REQUESTS)
+        self._asked: set[RankKey] = set()
 
     def _joined(self, card: Instance) -> None:
         self.states.joined(card)
@@ -214,7 +215,9 @@ class IndexerService:
                 await next_tick(REST_S, self._unknown)
             now = asyncio.get_running_loop().time()
             for key in self.states.due_dumps(now, delay):
-                self._service.spawn(self._request_dump(key), "dump")
+                if key not in self._asked:
+                    self._asked.add(key)
+                    self._service.spawn(self._request_dump(key), "dump")
             self.queries.probe(now)
             if now > swept + SWEEP_S - TICK_S:
                 swept = now
@@ -239,6 +242,8 @@ class IndexerService:
             except BusError as error:
                 log.warning("no dump of rank %d of %s: %s", key.rank, key.instance, error)
                 return
+            finally:
+                self._asked.discard(key)
         if reply.ok:
             log.info("requested a dump of rank %d of %s", key.rank, key.instance)
         else:

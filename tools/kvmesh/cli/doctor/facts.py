@@ -86,7 +86,8 @@ class Facts:
     the reason why the server does not suit a mesh. `unanswered` gives the reason for
     each question without an answer, `refused` are those that this user may not ask. `absent` are
     streams that every mesh has and that do not exist; `leaderless` those that exist and do not
-    answer, with the reason. `others` are the namespaces of further meshes of the account. `lost`
+    answer, with the reason. `altered` are the settings of streams that do harm, by stream. `others`
+    are the namespaces of further meshes of the account. `lost`
     are subjects on which a probe did not arrive, `astray` those of streams, by stream, on which
     one did not reach its stream; None if this user could not probe. `moved` are subjects under
     which a stream gets the messages of another one. `caches` are
@@ -112,6 +113,7 @@ class Facts:
     streams: dict[str, StreamInfo] | None = None
     absent: list[str] = field(default_factory=list)
     leaderless: dict[str, str] = field(default_factory=dict)
+    altered: dict[str, list[str]] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
     lost: list[str] | None = None
     astray: dict[str, str] | None = None

@@ -40,6 +40,7 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.bus.packs import EMPTY, unpacked
 from kvmesh.bus.permissions import ALL_SERVERS, USER_INFO
+from kvmesh.bus.streams.altered import found_stream, harm
 from kvmesh.bus.streams.configuration import mesh_streams, needed_streams
 from kvmesh.bus.streams.server_check import check_server
 from kvmesh.cli.doctor.facts import Clock, DiskSpace, Facts, NatsServer, UsedLimit
@@ -224,7 +225,7 @@ class _Gathering:
 
     async def stored(self) -> None:
         """Find subjects of streams that do not lead there, by messages that each stream refuses."""
-        bus, streams = self._bus, self._facts.streams or {}
+        bus, streams, altered = self._bus, self._facts.streams or {}, self._facts.altered
         subjects, name = bus.subjects, f"doctor-{secrets.token_hex(4)}"
         probed = {
             subjects.kv_stream: subjects.kv("doctor", name),
@@ -238,7 +239,7 @@ class _Gathering:
                 probed[stream] = f"$KV.{bucket}.{name}"
             elif kind == "OBJ":
                 probed[stream] = f"$O.{bucket}.C.{name}"  # as the chunks of an object
-        known = [stream for stream in probed if stream in streams]
+        known = [stream for stream in probed if stream in streams and stream not in altered]
         seen: dict[str, set[str]] = {}  # by the subject of a probe, those on which it arrived
 
         def receive(msg: RawMessage) -> None:
@@ -336,6 +337,8 @@ class _Gathering:
             facts.leaderless.clear()
             raise TimeoutError
         facts.streams = found
+        faults = {name: list(harm(found_stream(info.config))) for name, info in found.items()}
+        facts.altered = {name: found for name, found in faults.items() if found}
 
     async def _stream(self, name: str) -> StreamInfo:
         async with asyncio.timeout(ASK_S / 3):

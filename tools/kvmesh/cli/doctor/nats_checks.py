@@ -77,7 +77,10 @@ def streams(facts: Facts) -> Iterator[Finding]:
         silent[reason].append(name)
     for reason, names in silent.items():
         yield Finding("fault", "streams", f"no answer about {_some(names)}: {reason}")
-    if not (facts.absent or facts.leaderless):
+    for name, faults in facts.altered.items():
+        for fault in faults:
+            yield Finding("fault", name, f"this stream {fault}")
+    if not (facts.absent or facts.leaderless or facts.altered):
         yield Finding("ok", "streams", f"{len(facts.streams)}, none is missing")
 
 
@@ -148,15 +151,24 @@ def limits(facts: Facts) -> Iterator[Finding]:
     if MIN_PAYLOAD <= facts.max_payload < RECOMMENDED_BYTES:
         text = f"max_payload is {size(facts.max_payload)}: long prompts are refused"
         yield Finding("note", "limits", f"{text}, set it to {RECOMMENDED_PAYLOAD}")
-    near = [use for use in facts.uses if use.share >= NEAR]
+    uses = [*facts.uses, *_uses_of_streams(facts)]
+    near = [use for use in uses if use.share >= NEAR]
     for use in near:
         severity: Severity = "fault" if use.share >= 1 else "note"
         yield Finding(severity, "limits", f"near its limit: {_use(use)}")
-    if facts.uses and not near:
-        yield Finding("ok", "limits", f"nearest: {_use(max(facts.uses, key=lambda u: u.share))}")
+    if uses and not near:
+        yield Finding("ok", "limits", f"nearest: {_use(max(uses, key=lambda u: u.share))}")
     if facts.servers:
         count = sum(each.connections for each in facts.servers)
         yield Finding("ok", "limits", f"{count} connections of this account")
+
+
+def _uses_of_streams(facts: Facts) -> Iterator[UsedLimit]:
+    """The sizes of those streams that refuse what exceeds them; others drop the oldest."""
+    for name, info in (facts.streams or {}).items():
+        most = info.config.max_bytes or 0
+        if most > 0 and info.config.discard == "new":
+            yield UsedLimit(f"max_bytes of {name}", info.state.bytes, most, True)
 
 
 def mappings(facts: Facts) -> Iterator[Finding]:
