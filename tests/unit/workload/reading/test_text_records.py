@@ -62,6 +62,12 @@ def test_conversations_start_at_their_times(tmp_path: Path) -> None:
     ]
 
 
+def test_a_cell_may_be_a_long_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.csv"
+    file.write_text(f'prompt,output_tokens_count\n"{"x" * 400_000}",5\n')
+    assert [round_.input_tokens for round_ in load(str(file))[0].rounds] == [100_000]
+
+
 def test_a_system_text_beside_a_conversation_is_in_every_prompt(tmp_path: Path) -> None:
     file = tmp_path / "sharegpt.jsonl"
     file.write_text(json.dumps({"system": LONG, "conversations": SAID * 2}) + "\n")

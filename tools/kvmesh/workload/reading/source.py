@@ -19,6 +19,7 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".traj")
 PEEKED_LINES = 50
 MOST_PACKINGS = 3  # gzip within gzip
 DELIMITERS = ",;\t|"
+csv.field_size_limit((1 << 31) - 1)  # a cell may be a prompt
 _GZIP = b"\x1f\x8b"
 _MARK = b"\xef\xbb\xbf"
 _DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
