@@ -10,6 +10,8 @@ from kvmesh.cli.status.index_checks import RankCheck
 from kvmesh.cli.status.report import MeshReport
 from kvmesh.cli.status.served import WorkerCache
 
+MAPPINGS = "subject mappings"  # a question that needs a user without permissions
+
 
 class NatsServer(Struct, frozen=True, kw_only=True):
     """A server of the cluster that has replied.

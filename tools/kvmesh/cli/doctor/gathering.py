@@ -43,7 +43,7 @@ from kvmesh.bus.permissions import ALL_SERVERS, USER_INFO
 from kvmesh.bus.streams.altered import found_stream, harm
 from kvmesh.bus.streams.configuration import mesh_streams, needed_streams
 from kvmesh.bus.streams.server_check import check_server
-from kvmesh.cli.doctor.facts import Clock, DiskSpace, Facts, NatsServer, UsedLimit
+from kvmesh.cli.doctor.facts import MAPPINGS, Clock, DiskSpace, Facts, NatsServer, UsedLimit
 from kvmesh.cli.doctor.http_facts import MonitoringError, monitored, open_frontends
 from kvmesh.cli.planning.history import read_decisions
 from kvmesh.cli.status.index_checks import check_ranks
@@ -92,7 +92,7 @@ async def gather_facts(bus: Bus, settings: Settings, monitoring: str = "") -> Fa
         gathering.ask("streams", gathering.streams),
     )
     if facts.streams and facts.lost is not None:
-        await gathering.ask("subject mappings", gathering.stored)
+        await gathering.ask(MAPPINGS, gathering.stored)
     cards = f"KV_{bus.subjects.instances_bucket}"
     if facts.streams and cards in facts.streams and "JetStream" not in facts.unanswered:
         await gathering.ask("processes", gathering.report, REPORT_S)
@@ -165,7 +165,7 @@ class _Gathering:
         else:
             self._facts.refused.append("other servers")
         if any(permitted.get(kind) for kind in ("publish", "subscribe")):
-            self._facts.refused.append("subject mappings")
+            self._facts.refused.append(MAPPINGS)
         else:
             await self._probe()
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from kvmesh.bus.streams.server_check import MIN_PAYLOAD, OLDEST, RECOMMENDED_PAYLOAD
-from kvmesh.cli.doctor.facts import Facts, UsedLimit
+from kvmesh.cli.doctor.facts import MAPPINGS, Facts, UsedLimit
 from kvmesh.cli.status.findings import Finding, Severity
 from kvmesh.runtime.quantities import size
 
@@ -46,10 +46,14 @@ def answers(facts: Facts) -> Iterator[Finding]:
         if facts.clustered and "no answer" in reason:
             hint = "; if fewer than half of the cluster's servers are connected, it has no leader"
         yield Finding("fault", "nats", f"{', '.join(questions)}: {reason}{hint}")
-    if facts.refused:
-        severity: Severity = "fault" if {"streams", "processes"} & {*facts.refused} else "note"
-        what = ", ".join(facts.refused)
+    refused = [question for question in facts.refused if question != MAPPINGS]
+    if refused:
+        severity: Severity = "fault" if {"streams", "processes"} & {*refused} else "note"
+        what = ", ".join(refused)
         yield Finding(severity, "nats", f"not checked: {what}; this user may not, an operator may")
+    if MAPPINGS in facts.refused:
+        text = f"not checked: {MAPPINGS}; only a user without permissions may probe for them"
+        yield Finding("note", "nats", text)
 
 
 def version(facts: Facts) -> Iterator[Finding]:
