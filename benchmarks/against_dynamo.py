@@ -27,8 +27,13 @@ def main() -> None:
     arguments = pair_parser(__doc__ or "", rounds=8)
     arguments.add_argument("--dynamo", type=Path, required=True, metavar="VENV")
     arguments.add_argument("--plane", choices=("tcp", "nats"), default="tcp")
+    arguments.add_argument(
+        "--block-size", type=int, metavar="N", help="tokens per block of both (each one's default)"
+    )
     options = arguments.parse_args()
-    here, there = KvmeshSide("kvmesh", None), DynamoSide(options.dynamo, options.plane)
+    size = options.block_size
+    here = KvmeshSide("kvmesh", None, {"KVMESH_WORKER_BLOCK_SIZE": str(size)} if size else {})
+    there = DynamoSide(options.dynamo, options.plane, size)
     ratios = compare(here, there, options)
     report(ratios, here, there, verdicts(ratios), options)
     of = {each.name: each for each in ratios}

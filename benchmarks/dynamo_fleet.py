@@ -46,8 +46,16 @@ TUNED = {
 class DynamoFleet:
     """Running processes by name: `frontend`, `worker-0` … and `nats` if it uses one."""
 
-    def __init__(self, folder: Path, venv: Path, plane: Plane, workers: int = WORKERS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        venv: Path,
+        plane: Plane,
+        workers: int = WORKERS,
+        block_size: int | None = None,
+    ) -> None:
         self._workers = workers
+        self._block_size = block_size
         self.started_s = 0.0
         self._folder = folder
         self._python = str(venv.absolute() / "bin/python")
@@ -76,6 +84,8 @@ class DynamoFleet:
         self._spawn("frontend", [self._python, "-m", *frontend, *common])
         model = ["--model-path", str(model_dir()), "--model-name", MODEL]
         profile = ["--planner-profile-data", str(step_profile(self._folder, step_ms))]
+        if self._block_size is not None:
+            model += ["--block-size", str(self._block_size)]
         for index in range(self._workers):
             worker = [self._python, "-m", "dynamo.mocker", *model, *profile, *common]
             self._spawn(f"worker-{index}", worker)
@@ -111,15 +121,16 @@ class DynamoFleet:
 class DynamoSide:
     """An installation of Dynamo in a virtual environment."""
 
-    def __init__(self, venv: Path, plane: Plane) -> None:
+    def __init__(self, venv: Path, plane: Plane, block_size: int | None = None) -> None:
         self.name = f"Dynamo, {plane.upper()}"
         self._venv = venv
         self._plane = plane
+        self._block_size = block_size
 
     @contextlib.contextmanager
     def running(self, step_ms: float) -> Iterator[DynamoFleet]:
         with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder:
-            fleet = DynamoFleet(Path(folder), self._venv, self._plane)
+            fleet = DynamoFleet(Path(folder), self._venv, self._plane, block_size=self._block_size)
             try:
                 fleet.start(step_ms)
                 yield fleet

@@ -4,7 +4,7 @@ import contextlib
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,25 +48,29 @@ def children(parent: int) -> list[int]:
 
 
 class KvmeshSide:
-    """A checkout with its `.venv`; None: this one."""
+    """A checkout with its `.venv`, None: this one; `settings` are environment variables."""
 
-    def __init__(self, name: str, checkout: Path | None) -> None:
+    def __init__(
+        self, name: str, checkout: Path | None, settings: Mapping[str, str] | None = None
+    ) -> None:
         self.name = name
         self._checkout = checkout
+        self._settings = dict(settings or {})
 
     @contextlib.contextmanager
     def running(self, step_ms: float) -> Iterator[Mesh]:
         with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder:
             profile = str(step_profile(Path(folder), step_ms))
             kind = kind_of(self._checkout)
-            with running_mesh(WORKERS, 1.0, 1, kind, KVMESH_MOCK_PROFILE=profile) as mesh:
+            settings = self._settings | {"KVMESH_MOCK_PROFILE": profile}
+            with running_mesh(WORKERS, 1.0, 1, kind, **settings) as mesh:
                 yield mesh
 
     @contextlib.contextmanager
     def started(self) -> Iterator[UpMesh]:
         with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as name:
             folder, port = Path(name), free_port()
-            options = {
+            options = self._settings | {
                 "KVMESH_UP_WORKERS": str(WORKERS),
                 "KVMESH_UP_DASHBOARD": "false",
                 "KVMESH_UP_STATE_DIR": str(folder / "state"),

@@ -232,7 +232,8 @@ class Index::Search {
 };
 
 RankSet::Word Index::ranks_at(uint64_t sequence) const {
-  const NodeId id = table_of(sequence).find(nodes(), sequence);
+  const Key key(sequence);
+  const NodeId id = table_of(key).find(nodes(), key);
   return id != 0 ? node(id).ranks.load(std::memory_order_acquire) : RankSet::EMPTY;
 }
 

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "secret.hpp"
+#include "table_memory.hpp"
 
 namespace kvmesh {
 
@@ -46,6 +47,11 @@ class FlatMap {
   // Makes room for so many keys in all.
   void reserve(size_t keys) {
     if (keys > limit_) resize(keys * 16 / 15 / WIDTH + 1);
+  }
+
+  // Grows if so many more keys would make it grow.
+  void expect(size_t keys) {
+    while (size_ + keys > limit_) resize(grown());
   }
 
   // Adds a key that the map does not have.
@@ -132,7 +138,7 @@ class FlatMap {
   }
 
   void resize(size_t count) {
-    const auto old = std::exchange(buckets_, std::make_unique<Bucket[]>(count));
+    const auto old = std::exchange(buckets_, TableMemory::array<Bucket>(count));
     const size_t had = std::exchange(count_, count);
     limit_ = count * WIDTH * 15 / 16;
     for (size_t at = 0; at < had; ++at) {
@@ -140,7 +146,7 @@ class FlatMap {
     }
   }
 
-  std::unique_ptr<Bucket[]> buckets_;
+  TableMemory::Array<Bucket> buckets_;
   size_t count_ = 0;
   size_t size_ = 0;
   size_t limit_ = 0;  // the size at which the map grows

@@ -34,7 +34,7 @@ bool Index::store(uint32_t rank_number, uint32_t tier, std::optional<uint64_t> p
   rank.prefetch(tier);
   const std::lock_guard guard(rank.mutex);
   if (parent) rank.names[tier].prefetch(*parent);
-  rank.prefetch_names(tier, engine.first(BATCH));
+  rank.expect(tier, engine.first(BATCH));
   if (!parent) {
     append(rank, tier, {0, salt, RankSet::ROOT}, engine, local);
     return true;
@@ -52,7 +52,7 @@ void Index::attach(uint32_t rank_number, uint32_t tier, uint64_t previous, Hashe
                    Hashes local) {
   Rank& rank = obtain_rank(rank_number);
   const std::lock_guard guard(rank.mutex);
-  rank.prefetch_names(tier, engine.first(BATCH));
+  rank.expect(tier, engine.first(BATCH));
   append(rank, tier, {0, previous, RankSet::EMPTY}, engine, local);
 }
 
@@ -159,8 +159,10 @@ void Index::append(Rank& rank, uint32_t tier, Origin origin, Hashes engine, Hash
   {
     const Epochs::Pin pin(epochs_);
     for (size_t at = 0; at < engine.count; at += BATCH) {
-      const size_t some = std::min(BATCH, engine.count - at);
-      if (at != 0) rank.prefetch_names(tier, engine.slice(at, some));
+      const size_t some = std::min(BATCH, engine.count - at), end = at + some;
+      const size_t next = std::min(BATCH, engine.count - end);
+      local.slice(end, next).prefetch(next);
+      rank.expect(tier, engine.slice(end, next), some);
       append_some(rank, tier, origin, engine.slice(at, some), local.slice(at, some), pin.epoch());
     }
   }
@@ -172,16 +174,23 @@ void Index::append_some(Rank& rank, uint32_t tier, Origin& origin, Hashes engine
   FlatMap& names = rank.names[tier];
   ShardLocks locks(locks_);
   std::vector<NodeId> strays;  // parents made for blocks that turned out to have one
-  uint64_t sequence[BATCH];
-  uint64_t previous = origin.node != 0 ? node(origin.node).sequence : origin.key;
-  locks.need(Shard::of(previous));
+  Key keys[BATCH];
+  Key previous = origin.node != 0 ? node(origin.node).sequence : origin.key;
+  locks.need(previous.shard());
   for (size_t i = 0; i < engine.count; ++i) {
-    sequence[i] = previous = BLOCK_HASH.pair(previous, local[i]);
+    keys[i] = previous = BLOCK_HASH.pair(previous.sequence, local[i]);
     table_of(previous).prefetch(previous);
-    locks.need(Shard::of(previous));
+    __builtin_prefetch(&shard_of(previous), 1);
+    locks.need(previous.shard());
   }
-  for (size_t i = 0; i < engine.count; ++i) {
-    if (!table_of(sequence[i]).prefetch_node(nodes(), sequence[i])) break;  // nor have later blocks
+  NodeId known[BATCH];
+  size_t knowns = 0;
+  for (; knowns < engine.count; ++knowns) {
+    known[knowns] = table_of(keys[knowns]).prefetch_node(nodes(), keys[knowns]);
+    if (known[knowns] == 0) break;  // nor have later blocks a node
+  }
+  for (size_t i = 0; i < knowns; ++i) {
+    RankSet::prefetch(node(known[i]).ranks.load(std::memory_order_acquire));
   }
   locks.lock();
   bool chained = false;    // the parent was joined just now
@@ -189,14 +198,14 @@ void Index::append_some(Rank& rank, uint32_t tier, Origin& origin, Hashes engine
   for (size_t i = 0; i < engine.count; ++i) {
     const NodeId held = names.find(engine[i]);
     if (held != 0) {
-      const bool same = node(held).sequence == sequence[i];
-      origin = {same ? held : 0, sequence[i], RankSet::EMPTY};
+      const bool same = node(held).sequence == keys[i].sequence;
+      origin = {same ? held : 0, keys[i].sequence, RankSet::EMPTY};
       chained = false;
       continue;
     }
     if (origin.node == 0) origin.node = obtain(rank, origin, epoch);
     if (!chained) parent_at = lowest_at(origin.node, rank.number);
-    const NodeId child = join(rank, tier, origin.node, parent_at, sequence[i], local[i], epoch);
+    const NodeId child = join(rank, tier, origin.node, parent_at, keys[i], local[i], epoch);
     names.insert(engine[i], child);
     if (node(child).parent != origin.node) strays.push_back(origin.node);
     origin.node = child;

@@ -104,6 +104,11 @@ class Index {
       __builtin_prefetch(&names[tier], 1);
       __builtin_prefetch(&again, 1);
     }
+    // Makes room for names beforehand, and for `more`: what is fetched must not move.
+    [[gnu::always_inline]] void expect(uint32_t tier, Hashes engine, size_t more = 0) {
+      names[tier].expect(engine.count + more);
+      prefetch_names(tier, engine);
+    }
     [[gnu::always_inline]] void prefetch_names(uint32_t tier, Hashes engine) const {
       for (size_t i = 0; i < engine.count; ++i) names[tier].prefetch(engine[i]);
     }
@@ -135,10 +140,10 @@ class Index {
   class Restorer;
 
   Node& node(NodeId id) const { return nodes_[id]; }
-  uint32_t shard_number(NodeId id) const { return Shard::of(node(id).sequence); }
-  Shard& shard_of(uint64_t sequence) const { return *shards_[Shard::of(sequence)]; }
-  Table table_of(uint64_t sequence) const {
-    return Table(tables_[Shard::of(sequence)].load(std::memory_order_acquire));
+  uint32_t shard_number(NodeId id) const { return Key(node(id).sequence).shard(); }
+  Shard& shard_of(Key key) const { return *shards_[key.shard()]; }
+  Table table_of(Key key) const {
+    return Table(tables_[key.shard()].load(std::memory_order_acquire));
   }
   Node* nodes() const { return &nodes_[0]; }
   Shard& shard(NodeId id) const { return shard_of(node(id).sequence); }
@@ -173,8 +178,8 @@ class Index {
   void drop_some(Rank& rank, uint32_t tier, const NodeId* held, size_t count, uint64_t epoch);
 
   NodeId obtain(Rank& rank, const Origin& origin, uint64_t epoch);
-  NodeId find_below(NodeId parent, uint64_t sequence) const;
-  NodeId join(Rank& rank, uint32_t tier, NodeId parent, uint32_t parent_at, uint64_t sequence,
+  NodeId find_below(NodeId parent, Key key) const;
+  NodeId join(Rank& rank, uint32_t tier, NodeId parent, uint32_t parent_at, Key key,
               uint64_t local, uint64_t epoch);
   NodeId leave(Rank& rank, uint32_t tier, NodeId id, uint64_t epoch);
   NodeId retire(Rank& rank, NodeId id, uint64_t epoch);
@@ -187,11 +192,25 @@ class Index {
   void mend_links(Rank& rank, Move move, NodeId id);
   void mend_own_link(Rank& rank, Move move, uint32_t parent_at);
 
-  void link(NodeId parent, NodeId child);
+  // Links a child without holders below `parent`.
+  void link(NodeId parent, NodeId child) {
+    Node& above = node(parent);
+    const bool root = above.ranks.load(std::memory_order_relaxed) == RankSet::ROOT;
+    if (above.children == 0 && !root) [[likely]] {
+      above.children = child;
+    } else {
+      link_another(parent, child);
+    }
+  }
   void link_another(NodeId parent, NodeId child);
   void unlink(NodeId parent, NodeId child);
   void unlink_another(NodeId parent, NodeId child);
-  void count_child(NodeId parent, Move move);
+  // Inlined by force: a call passes `move` through memory, which stalls.
+  [[gnu::always_inline]] void count_child(NodeId parent, Move move) {
+    const Node& above = node(parent);
+    if (above.children != Shard::FORK) [[likely]] return;
+    if (above.ranks.load(std::memory_order_relaxed) != RankSet::ROOT) count_forked(parent, move);
+  }
   void count_forked(NodeId parent, Move move);
   std::array<uint32_t, TIERS> children_of(NodeId id, uint32_t rank) const;
   void set_breaks(Rank& rank, const std::array<uint32_t, TIERS>& breaks);

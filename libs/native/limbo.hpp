@@ -3,11 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <deque>
-#include <new>
 
 #include "epoch.hpp"
+#include "table_memory.hpp"
 
 namespace kvmesh {
 
@@ -18,22 +17,20 @@ class Limbo {
   Limbo(const Limbo&) = delete;
   Limbo& operator=(const Limbo&) = delete;
   ~Limbo() {
-    for (const Retired& retired : retired_) std::free(retired.memory);
+    for (const Retired& retired : retired_) TableMemory::release(retired.memory, retired.bytes);
   }
 
-  // The caller passes the memory to `retire`, or frees it with `free`.
+  // The caller passes the memory to `retire`, or to TableMemory's `release`.
   void* allocate(size_t bytes, size_t alignment = alignof(std::max_align_t)) {
-    void* memory;
-    if (posix_memalign(&memory, alignment, bytes) != 0) throw std::bad_alloc();
     bytes_ += bytes;
-    return memory;
+    return TableMemory::allocate(bytes, alignment);
   }
 
   void retire(void* memory, size_t bytes, uint64_t epoch) {
     retired_.push_back({memory, bytes, epoch});
     while (epochs_.reusable(retired_.front().epoch)) {
       bytes_ -= retired_.front().bytes;
-      std::free(retired_.front().memory);
+      TableMemory::release(retired_.front().memory, retired_.front().bytes);
       retired_.pop_front();
     }
   }

@@ -1,6 +1,5 @@
 #include "node_table.hpp"
 
-#include <cstdlib>
 #include <new>
 
 namespace kvmesh {
@@ -10,7 +9,7 @@ Shard::Shard(std::atomic<uint64_t>& table, const Epochs& epochs, const NodeSpace
   table_.store(create(Table::FIRST), std::memory_order_release);
 }
 
-Shard::~Shard() { std::free(table().begin()); }
+Shard::~Shard() { TableMemory::release(table().begin(), table().count() * sizeof(Group)); }
 
 uint64_t Shard::create(uint64_t groups) {
   auto* const memory = limbo.allocate(groups * sizeof(Group), Table::ALIGNMENT);

@@ -31,6 +31,18 @@
 
 namespace kvmesh {
 
+inline constexpr uint32_t SHARD_BITS = 8;
+
+// A block's sequence hash, or the salt of a root, with the bits that place it in a table.
+struct Key {
+  Key() = default;
+  Key(uint64_t sequence) : sequence(sequence), bits(scattered(sequence)) {}
+
+  uint32_t shard() const { return bits >> (64 - SHARD_BITS); }
+
+  uint64_t sequence, bits;
+};
+
 // Initial state of a new node, before other threads can see it.
 struct Seed {
   RankSet::Word ranks;
@@ -129,11 +141,11 @@ class Table {
   Group* next(Group* group) const { return group + 1 == end() ? groups_ : group + 1; }
 
   // The node of the block, or of the root, with this key; 0 if there is none.
-  NodeId find(const Node* nodes, uint64_t sequence, bool root = false) const {
+  NodeId find(const Node* nodes, Key key, bool root = false) const {
     NodeId found = 0;
-    search(sequence, [&](Group*, uint32_t, NodeId id) {
+    search(key, [&](Group*, uint32_t, NodeId id) {
       const Node& node = nodes[id];
-      const bool match = node.sequence == sequence &&
+      const bool match = node.sequence == key.sequence &&
                          (node.ranks.load(std::memory_order_acquire) == RankSet::ROOT) == root;
       if (match) found = id;
       return match;
@@ -142,15 +154,16 @@ class Table {
   }
 
   // Inlined by force: as calls without effects GCC drops them.
-  [[gnu::always_inline]] void prefetch(uint64_t sequence) const {
-    __builtin_prefetch(home(scattered(sequence)), 1);
+  [[gnu::always_inline]] void prefetch(Key key) const {
+    __builtin_prefetch(home(key.bits), 1);
   }
-  // Fetches the node that most likely is the block's. False if it has none.
-  [[gnu::always_inline]] bool prefetch_node(const Node* nodes, uint64_t sequence) const {
-    bool found = false;
-    search(sequence, [&](Group*, uint32_t, NodeId id) {
+  // Fetches the node that most likely is the block's, and returns it; 0 if there is none.
+  [[gnu::always_inline]] NodeId prefetch_node(const Node* nodes, Key key) const {
+    NodeId found = 0;
+    search(key, [&](Group*, uint32_t, NodeId id) {
       __builtin_prefetch(nodes + id, 1);
-      return found = true;
+      found = id;
+      return true;
     });
     return found;
   }
@@ -158,22 +171,20 @@ class Table {
   // --- for the holder of the lock ---
 
   // The table must have a free slot.
-  void add(uint64_t sequence, NodeId id) const {
-    const uint64_t bits = scattered(sequence);
-    Group* group = home(bits);
+  void add(Key key, NodeId id) const {
+    Group* group = home(key.bits);
     Slots free = group->free();
     for (; !free; free = group->free()) {
       group->count_passing(1);
       group = next(group);
     }
-    group->fill(free.first(), Group::tag(bits), id);
+    group->fill(free.first(), Group::tag(key.bits), id);
   }
-  void remove(uint64_t sequence, NodeId id) const {
-    const uint64_t bits = scattered(sequence);
-    search(sequence, [&](Group* group, uint32_t slot, NodeId other) {
+  void remove(Key key, NodeId id) const {
+    search(key, [&](Group* group, uint32_t slot, NodeId other) {
       if (other != id) return false;
-      group->toggle(slot, Group::tag(bits));
-      for (Group* full = home(bits); full != group; full = next(full)) full->count_passing(-1);
+      group->toggle(slot, Group::tag(key.bits));
+      for (Group* full = home(key.bits); full != group; full = next(full)) full->count_passing(-1);
       return true;
     });
   }
@@ -183,10 +194,9 @@ class Table {
 
   // Calls visit(group, slot, id) for each slot that may name the block, until it returns true.
   template <typename F>
-  void search(uint64_t sequence, F&& visit) const {
-    const uint64_t bits = scattered(sequence);
-    const uint64_t tags = Group::tag(bits) * (~uint64_t{0} / 0xFF);
-    Group* group = home(bits);
+  void search(Key key, F&& visit) const {
+    const uint64_t tags = Group::tag(key.bits) * (~uint64_t{0} / 0xFF);
+    Group* group = home(key.bits);
     for (uint64_t left = count_; left != 0; --left, group = next(group)) {
       const uint64_t low = group->low.load(std::memory_order_acquire);
       const uint64_t high = group->high.load(std::memory_order_acquire);
@@ -213,8 +223,7 @@ class Table {
 
 class alignas(64) Shard {
  public:
-  static constexpr uint32_t BITS = 8;
-  static constexpr uint32_t COUNT = 1 << BITS;
+  static constexpr uint32_t COUNT = 1 << SHARD_BITS;
   static constexpr NodeId FORK = 1u << 31;
   using Tables = std::array<std::atomic<uint64_t>, COUNT>;
 
@@ -224,22 +233,20 @@ class alignas(64) Shard {
   Shard& operator=(const Shard&) = delete;
   ~Shard();
 
-  static uint32_t of(uint64_t sequence) { return scattered(sequence) >> (64 - BITS); }
-
   // --- all that follows is for the holder of the lock ---
 
   // A node for a block that has none, or with `seed.ranks` ROOT for the root of a namespace, keyed
   // by its salt and apart from blocks.
-  NodeId add(uint64_t sequence, const Seed& seed, NodeSpace::Arena& arena, uint64_t epoch) {
+  NodeId add(Key key, const Seed& seed, NodeSpace::Arena& arena, uint64_t epoch) {
     if (live_ >= limit_) [[unlikely]] grow(epoch);
     const NodeId id = arena.allocate();
     Node& fresh = nodes_[id];
-    fresh.sequence = sequence;
+    fresh.sequence = key.sequence;
     fresh.local = seed.local;
     fresh.parent = seed.parent;
     fresh.children = 0;
     fresh.ranks.store(seed.ranks, std::memory_order_relaxed);
-    table().add(sequence, id);
+    table().add(key, id);
     ++live_;
     return id;
   }

@@ -17,7 +17,6 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <new>
 #include <vector>
 
@@ -105,7 +104,7 @@ class RankSet {
 
   // Frees a heap form at once; for the index's destruction only.
   static void destroy(Word word) {
-    if (on_heap(word)) std::free(at(word));
+    if (on_heap(word)) TableMemory::release(at(word), at(word)->bytes());
   }
 
  private:

@@ -7,16 +7,17 @@ namespace kvmesh {
 
 // Makes `rank`, which holds `parent` in tier `parent_at` or above, a holder of the block below it.
 // The caller holds both locks.
-NodeId Index::join(Rank& rank, uint32_t tier, NodeId parent, uint32_t parent_at, uint64_t sequence,
+NodeId Index::join(Rank& rank, uint32_t tier, NodeId parent, uint32_t parent_at, Key key,
                    uint64_t local, uint64_t epoch) {
   const bool whole = parent_at <= tier && !rank.broken;
   const Seed seed{whole ? RankSet::single(rank.number, tier) : RankSet::EMPTY, parent, local};
-  NodeId child = find_below(parent, sequence);
+  NodeId child = find_below(parent, key);
+  Shard& shard = shard_of(key);
   if (child == 0) {
-    child = shard_of(sequence).add(sequence, seed, rank.arena, epoch);
+    child = shard.add(key, seed, rank.arena, epoch);
     link(parent, child);
     if (whole) {
-      ++shard(child).blocks;
+      ++shard.blocks;
       count_child(parent, {rank.number, NO_TIER, tier});
       return child;
     }
@@ -34,10 +35,10 @@ NodeId Index::join(Rank& rank, uint32_t tier, NodeId parent, uint32_t parent_at,
     orphans_.fetch_sub(1, std::memory_order_relaxed);
     link(parent, child);
   }
-  shard(child).blocks += holders == RankSet::EMPTY;
+  shard.blocks += holders == RankSet::EMPTY;
   const Move move{rank.number, lowest(before), lowest(after)};
   if (!whole) break_links(rank, move, parent_at);
-  RankSet::set(block.ranks, rank.number, tier, true, universe(), shard(child).limbo, epoch);
+  RankSet::set(block.ranks, rank.number, tier, true, universe(), shard.limbo, epoch);
   if (move.from == move.to) return child;
   count_child(block.parent, move);
   if (rank.broken) mend_links(rank, move, child);
@@ -45,11 +46,11 @@ NodeId Index::join(Rank& rank, uint32_t tier, NodeId parent, uint32_t parent_at,
 }
 
 // The node of a block whose parent is known, or 0. The caller holds both locks.
-NodeId Index::find_below(NodeId parent, uint64_t sequence) const {
+NodeId Index::find_below(NodeId parent, Key key) const {
   const NodeId only = node(parent).children;
   if (only == 0 && orphans_.load(std::memory_order_relaxed) == 0) return 0;
-  if (only != 0 && only != Shard::FORK && node(only).sequence == sequence) return only;
-  return table_of(sequence).find(nodes(), sequence);
+  if (only != 0 && only != Shard::FORK && node(only).sequence == key.sequence) return only;
+  return table_of(key).find(nodes(), key);
 }
 
 // Removes `rank` as a holder of the block in this tier. The caller holds both locks. Returns the
@@ -147,17 +148,6 @@ void Index::release(Rank& rank, NodeId id, uint64_t epoch) {
   }
 }
 
-// Links a child without holders below `parent`.
-void Index::link(NodeId parent, NodeId child) {
-  Node& above = node(parent);
-  const bool root = above.ranks.load(std::memory_order_relaxed) == RankSet::ROOT;
-  if (above.children == 0 && !root) [[likely]] {
-    above.children = child;
-  } else {
-    link_another(parent, child);
-  }
-}
-
 void Index::link_another(NodeId parent, NodeId child) {
   Node& above = node(parent);
   Fork& fork = shard(parent).forks[parent];
@@ -196,12 +186,6 @@ void Index::unlink_another(NodeId parent, NodeId child) {
   if (fork.count > (root ? 0 : 1)) return;
   above.children = fork.all;
   forks.erase(found);
-}
-
-void Index::count_child(NodeId parent, Move move) {
-  const Node& above = node(parent);
-  if (above.children != Shard::FORK) [[likely]] return;
-  if (above.ranks.load(std::memory_order_relaxed) != RankSet::ROOT) count_forked(parent, move);
 }
 
 void Index::count_forked(NodeId parent, Move move) {

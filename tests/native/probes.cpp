@@ -37,7 +37,7 @@ class Probes {
   // The share of the keys that lie in the fullest shard.
   double of_shards() const {
     std::vector<size_t> sizes(Shard::COUNT);
-    for (const uint64_t key : keys_) ++sizes[Shard::of(key)];
+    for (const uint64_t key : keys_) ++sizes[Key(key).shard()];
     return mean(*std::ranges::max_element(sizes));
   }
 

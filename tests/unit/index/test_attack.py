@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[3]
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = tmp_path_factory.mktemp("probes") / "probes"
     options = ["-std=c++20", "-O1", f"-I{ROOT / 'libs/native'}"]
-    source = ROOT / "tests/native/probes.cpp"
-    subprocess.run(["c++", *options, str(source), "-o", str(built)], check=True)
+    sources = [ROOT / "tests/native/probes.cpp", ROOT / "libs/native/table_memory.cpp"]
+    subprocess.run(["c++", *options, *map(str, sources), "-o", str(built)], check=True)
     return built
 
 
