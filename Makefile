@@ -235,7 +235,7 @@ readers: $(ENGINES) $(READERS)/.installed $(VLLM_VENV)/.installed  ## other tool
 # use Docker where it runs; root gets a daemon of the tests' own, in .containers, which has Debian's
 # packages and the images, and takes about 15 minutes to make.
 containers: $(ENGINES)  ## compose in Docker
-	test "$$(id -u)" != 0 || sh compose/check.sh > /dev/null 2>&1 || command -v debootstrap slirp4netns > /dev/null || \
+	test "$$(id -u)" != 0 || sh compose/check.sh > /dev/null 2>&1 || { command -v debootstrap && command -v slirp4netns; } > /dev/null || \
 	  $(STEP) "installing what starts a Docker daemon" apt-get install -y -qq debootstrap slirp4netns
 	$(BIN)/pytest -q -m containers tests/containers
 

@@ -216,18 +216,6 @@ def run(sender: "subprocess.Popen[str]", pids: dict[str, int]) -> tuple[Interval
     return used, line
 
 
-def message_costs(report: Report, runs: int, flood: int, paced: int) -> None:
-    for name, message in MESSAGES.items():
-        for form, count in ((FLOOD, flood), (MANY, flood), (PACED, paced)):
-            with server() as nats_server:
-                found = [one_run(nats_server, name, count, form) for _ in range(runs)]
-            report.add(f"{name}, {form}", float(len(encode(message))), "bytes")
-            for role in ("sender", "nats", "receiver"):
-                shared = RECEIVERS.get(name, 1) if role == "receiver" else 1
-                costs = [used.of(role) / count / shared * 1e6 for used in found]
-                report.add_runs(f"    {role}", costs, "CPU µs/message")
-
-
 def one_run(nats_server: Server, name: str, count: int, form: str) -> Interval:
     with ExitStack() as stack:
         sender = stack.enter_context(child("send", nats_server.url, name, count, form))
@@ -276,7 +264,15 @@ def main() -> int:
     options = arguments.parse_args()
     runs, flood, paced = (1, 10_000, 400) if options.quick else (3, 30_000, 1200)
     report = Report("Messages on the bus")
-    message_costs(report, runs, flood, paced)
+    for name, message in MESSAGES.items():
+        for form, count in ((FLOOD, flood), (MANY, flood), (PACED, paced)):
+            with server() as nats_server:
+                found = [one_run(nats_server, name, count, form) for _ in range(runs)]
+            report.add(f"{name}, {form}", float(len(encode(message))), "bytes")
+            for role in ("sender", "nats", "receiver"):
+                shared = RECEIVERS.get(name, 1) if role == "receiver" else 1
+                costs = [used.of(role) / count / shared * 1e6 for used in found]
+                report.add_runs(f"    {role}", costs, "CPU µs/message")
     hop_costs(report, runs, 2000)
     report.finish("CPU of messages on the bus, by process", options.json)
     return 0

@@ -80,7 +80,14 @@ class DynamoFleet:
             worker = [self._python, "-m", "dynamo.mocker", *model, *profile, *common]
             self._spawn(f"worker-{index}", worker)
         self.started_s = until_answers(self.url, self._processes, self._log) - began
-        self._until_all_serve()
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                instances = msgspec.json.decode(answer.read())["instances"]
+            if sum(each["endpoint"] == "generate" for each in instances) == self._workers:
+                return
+            time.sleep(0.1)
+        raise RuntimeError(f"not all workers serve: {instances}")
 
     def _spawn(self, name: str, command: list[str]) -> None:
         chosen = {name: value for name, value in os.environ.items() if name.startswith("DYN_")}
@@ -92,16 +99,6 @@ class DynamoFleet:
             self._processes[name] = subprocess.Popen(
                 command, env=environ() | TUNED | NATS_THREADS | chosen | own, stdout=log, stderr=log
             )
-
-    def _until_all_serve(self) -> None:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-                instances = msgspec.json.decode(answer.read())["instances"]
-            if sum(each["endpoint"] == "generate" for each in instances) == self._workers:
-                return
-            time.sleep(0.1)
-        raise RuntimeError(f"not all workers serve: {instances}")
 
     def _log(self, name: str) -> str:
         return (self._folder / f"{name}.log").read_text(errors="replace")

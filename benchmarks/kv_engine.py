@@ -12,7 +12,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Clear, KvEvent, KvLayout, Sampling, Work
 from kvmesh.settings.schema import Settings, TorchSettings
 from kvmesh.worker.engine import EngineContext, EngineError, OutputDelta
-from kvmesh.worker.engines.torch.engine import create
+from kvmesh.worker.engines.torch.engine import TorchEngine
 
 PREFIX_TOKENS = 4096
 BLOCK = 16
@@ -51,7 +51,7 @@ class Engine:
             return self.client
 
         options = TorchSettings(blocks=2 * PREFIX_TOKENS // BLOCK, max_batched_tokens=1024)
-        self._engine = create(EngineContext(Settings(torch=options), folder, connect))
+        self._engine = TorchEngine(EngineContext(Settings(torch=options), folder, connect))
         self._clock = Clock()
 
     async def start(self) -> None:

@@ -3,14 +3,15 @@
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
+import pytest
 import pytest_asyncio
-from support.events import MODEL, Publisher, discard
+from support.events import DUMPS, MODEL, Publisher, discard
 from support.indexing import Replicas, eventually_overlaps, find_overlaps
-from support.wait import PATIENCE_S
+from support.wait import PATIENCE_S, eventually
 
-from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.client import Bus, BusOptions, Reply
 from kvmesh.bus.errors import NoResponder
-from kvmesh.bus.messages import MessageDecoder, OverlapQuery, OverlapReply
+from kvmesh.bus.messages import ControlReply, MessageDecoder, OverlapQuery, OverlapReply
 from kvmesh.bus.streams.configuration import StreamLimits
 
 
@@ -65,6 +66,32 @@ async def test_a_lost_batch_is_noticed_and_repaired_by_a_dump(
     await eventually_overlaps(bus, [5], {"w-1": 1})
     assert await find_overlaps(bus, 1, 2) == {}
     assert worker.dumps == 1
+    await worker.close()
+
+
+async def test_a_late_worker_is_asked_for_one_dump_and_not_blamed(
+    bus: Bus,
+    limits: StreamLimits,
+    replicas: Replicas,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its machine may run a thousand engines: more requests would make it later."""
+    worker = Publisher(bus, limits, "w", "w-1")
+    asked: list[Reply] = []
+    served = await bus.serve(bus.subjects.dump("w-1"), DUMPS, lambda _, reply: asked.append(reply))
+    replica = await replicas.start()
+    worker.next_event_id = 1  # the first event was lost
+    await worker.store(1)
+    await worker.lease.open()
+    states = replica.indexer.states
+    await eventually(lambda: asked)
+    await eventually(lambda: any(rank.dump_requests > 2 for rank in states._unknown.values()))
+    assert len(asked) == 1
+    assert "no dump" not in caplog.text
+    await worker.publish(worker.contents.dump())
+    asked[0](ControlReply(True))
+    await eventually_overlaps(bus, [1], {"w-1": 1})
+    await served.unsubscribe()
     await worker.close()
 
 
@@ -128,7 +155,7 @@ async def test_malformed_messages_and_queries_do_not_stop_the_service(
     assert reply_ == OverlapReply([], [])
     await worker.store(1)
     await eventually_overlaps(bus, [1], {"w-1": 1})
-    measures = replica.indexer.telemetry.read()
+    measures = replica.indexer.figures()
     assert measures["malformed"] == 3
     assert measures["bad_queries"] == 4
     await worker.close()

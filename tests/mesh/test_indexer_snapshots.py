@@ -112,7 +112,7 @@ async def test_an_unusable_newest_snapshot_is_skipped(
     await first.stop()
     await overwrite_newest(bus, damage, version)
     second = await replicas.start(Settings())
-    assert second.indexer.telemetry.read()["snapshots_skipped"] == 1
+    assert second.indexer.figures()["snapshots_skipped"] == 1
     assert sum("skipped snapshot whole" in line for line in caplog.messages) == 1
     assert await find_overlaps(bus, 1, 2) == {"w-1": 2}
     assert await find_overlaps(bus, 30, 31) == {"w-1": 2}

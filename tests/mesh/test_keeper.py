@@ -2,23 +2,28 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
 import pytest
 import pytest_asyncio
-from support.wait import eventually
+from nats.js.api import DiscardPolicy, SubjectTransform
+from support.wait import PATIENCE_S, eventually
 from support.wholeness import key_entry
 
 from kvmesh.bus.client import Bus, RawMessage
 from kvmesh.bus.discovery.leases import Lease, delete_lease
-from kvmesh.bus.errors import BusTimeout
+from kvmesh.bus.errors import BusTimeout, StorageFull
 from kvmesh.bus.messages import Instance, Role
 from kvmesh.bus.storage.buckets import KnownEntries, keys_bucket, read_bucket, write_once_bucket
 from kvmesh.bus.storage.shared_secret import keep_secret, shared_secret
 from kvmesh.bus.streams import keeper as keeping
 from kvmesh.bus.streams.configuration import Difference, StreamLimits, apply
 from kvmesh.bus.streams.keeper import StreamKeeper, keeper_of
+from kvmesh.cli.doctor import nats_checks
+from kvmesh.cli.doctor.gathering import gather_facts
 from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.namespaces import TenantNamespaces
+from kvmesh.settings import load
 
 
 class Kept:
@@ -78,6 +83,65 @@ async def test_a_stream_with_other_subjects_is_named_and_not_made_again_as_it_wa
 
     await eventually(whole)
     await eventually(lambda: not kept.warnings["missing_stream"])
+
+
+@pytest.mark.parametrize(
+    ("bucket", "change", "text"),
+    [
+        (False, {"discard": DiscardPolicy.NEW}, "refuses messages once it is full: set discard"),
+        (False, {"no_ack": True}, "acknowledges nothing: set no_ack to false"),
+        (True, {"no_ack": True}, "acknowledges nothing: set no_ack to false"),
+        (False, {"max_msg_size": 8}, "refuses messages of more than 8 bytes: set max_msg_size"),
+        (True, {"max_msgs": 3}, "stores at most 3 entries: set max_msgs to -1"),
+        (False, {"sealed": True}, "is sealed, and stores nothing: delete it"),
+        (
+            False,
+            {"subject_transform": SubjectTransform(src=">", dest="x.>")},
+            "stores messages on other subjects: remove subject_transform",
+        ),
+    ],
+)
+async def test_settings_of_a_stream_that_do_harm_are_named(
+    bus: Bus, kept: Kept, bucket: bool, change: dict[str, Any], text: str
+) -> None:
+    stream = f"KV_{bus.subjects.plan_bucket}" if bucket else bus.subjects.kv_stream
+    before = (await bus.js.stream_info(stream)).config
+    await bus.js.update_stream(before.evolve(**change))
+    await eventually(lambda: text in kept.warnings["missing_stream"].get(stream, ""))
+    facts = await gather_facts(bus, load(None, {}, {}))
+    faults = [each for each in nats_checks.streams(facts) if each.severity == "fault"]
+    assert [each.subject for each in faults] == [stream]
+    assert text in faults[0].text
+    assert [each for each in nats_checks.mappings(facts) if each.severity == "fault"] == []
+    if change.get("sealed"):  # for good
+        await bus.js.context.delete_stream(stream)
+    else:
+        await bus.js.update_stream(before)
+    await eventually(lambda: not kept.warnings["missing_stream"])
+
+
+@pytest.mark.parametrize("bucket", [False, True])
+async def test_a_stream_that_refuses_what_is_stored_is_named_until_it_stores(
+    bus: Bus, kept: Kept, bucket: bool
+) -> None:
+    stream = f"KV_{bus.subjects.plan_bucket}" if bucket else bus.subjects.kv_stream
+    full = {"max_bytes": 100, "discard": DiscardPolicy.NEW}
+    before = (await bus.js.stream_info(stream)).config
+    await bus.js.update_stream(before.evolve(**full))
+
+    async def store() -> None:
+        if bucket:
+            await bus.bucket(bus.subjects.plan_bucket).put("a", bytes(200))
+        else:
+            await bus.store(bus.subjects.kv("m", "w"), bytes(200), PATIENCE_S)
+
+    with pytest.raises(StorageFull, match=f"stream {stream} is full, raise its max_bytes"):
+        await store()
+    text = f"NATS refuses what is stored in {stream}: stream {stream} is full"
+    await eventually(lambda: text in kept.warnings["not_stored"].get(stream, ""))
+    await bus.js.update_stream(before)
+    await store()
+    await eventually(lambda: not kept.warnings["not_stored"])
 
 
 async def test_storing_makes_a_missing_bucket_first(bus: Bus) -> None:
@@ -171,7 +235,7 @@ async def test_a_stream_that_acknowledges_nothing_is_named(
         with pytest.raises(BusTimeout):
             await bus.store("$KV.full.key", b"", 0.1)
     await eventually(lambda: "disk may be full" in kept.warnings["not_stored"].get("KV_full", ""))
-    bus.acks.arrived("KV_full")
+    bus.acks.arrived("KV_full", 0.0)
     await eventually(lambda: kept.warnings["not_stored"] == {})
 
 

@@ -20,6 +20,7 @@ from support.wait import PATIENCE_S, eventually
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Await, Clear, Computed, Corrupt, Fetch, Offer, Prefetch
 from kvmesh.bus.streams.configuration import StreamLimits
+from kvmesh.worker.engines.engine_tiers import TierLimits
 
 Start = Callable[..., Awaitable[Host]]
 
@@ -161,9 +162,7 @@ async def test_a_silent_kvbm_delays_but_loses_nothing(
 ) -> None:
     monkeypatch.setattr("kvmesh.blocks.kvbm_client.REQUEST_S", 0.2)
     host = await start("w-1")
-    host.lower_tiers._options = type(host.lower_tiers._options)(
-        wait_s=0.0, deadline_s=5.0, queue=100
-    )
+    host.lower_tiers._limits = TierLimits(wait_s=0.0, deadline_s=5.0, queue=100)
     kvbm.silent = {Fetch, Offer}
     tokens = prompt(50)
     await host.run(make_work("a", tokens), make_work("b", prompt(40, 3)))

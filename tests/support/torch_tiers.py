@@ -11,10 +11,9 @@ from kvmesh.bus.messages import KvEvent, KvLayout, Sampling, Work
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import TorchSettings, WorkerSettings
-from kvmesh.worker.engine import EngineError, OutputDelta
+from kvmesh.worker.engine import EngineContext, EngineError, OutputDelta
 from kvmesh.worker.engines.torch.blocks.lower_tiers import LowerTiers
 from kvmesh.worker.engines.torch.engine import TorchEngine
-from kvmesh.worker.start.timeline import StartTimeline
 from support.tiny import tiny_model
 from support.wait import eventually
 
@@ -81,7 +80,7 @@ class Host:
             torch=TorchSettings(blocks=blocks, threads=1, pass_tokens=32),
             worker=WorkerSettings(write_through_blocks=queue),
         )
-        self.engine = TorchEngine(settings, tiny_model(), connect, StartTimeline())
+        self.engine = TorchEngine(EngineContext(settings, tiny_model(), connect))
         self.sink = SinkRecorder()
 
     async def start(self, attach: bool = True) -> None:

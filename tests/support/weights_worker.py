@@ -91,7 +91,7 @@ def parameters_digest(folder: Path) -> str:
 async def _run(order: StartOrder, pipe: Connection) -> None:
     from kvmesh.settings import load
     from kvmesh.worker.engine import EngineContext, EngineError
-    from kvmesh.worker.engines.torch.engine import TorchEngine, create
+    from kvmesh.worker.engines.torch.engine import TorchEngine
     from kvmesh.worker.weights import WorkerWeights
 
     settings = load(None, order.env, {})
@@ -100,7 +100,7 @@ async def _run(order: StartOrder, pipe: Connection) -> None:
         weights = WorkerWeights(settings, order.folder, order.name, order.instance)
         weights.tell(pipe.send)
         await weights.start()
-    engine = create(
+    engine = TorchEngine(
         EngineContext(settings, order.folder, weights=weights.access if weights else None)
     )
     assert isinstance(engine, TorchEngine)

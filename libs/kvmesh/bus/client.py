@@ -37,10 +37,14 @@ from kvmesh.bus.errors import (
     BusError,
     BusTimeout,
     BusUnavailable,
+    Conflict,
     JetStreamError,
+    JetStreamUnavailable,
     MalformedReply,
     MessageTooLarge,
+    NotFound,
     RequestTimeout,
+    StorageFull,
     cause,
     is_missing_stream,
 )
@@ -306,10 +310,13 @@ class Bus:
             if self.connected_at <= sent and self.connected:
                 self.acks.missed(stream, sent)
             raise
-        except JetStreamError:
-            self.acks.arrived(stream)
+        except JetStreamError as error:
+            if isinstance(error, StorageFull):
+                error.args = (f"stream {stream} is full, raise its max_bytes: {cause(error)}",)
+            passing = isinstance(error, Conflict | NotFound | JetStreamUnavailable)
+            self.acks.arrived(stream, sent, "" if passing else cause(error))
             raise
-        self.acks.arrived(stream)
+        self.acks.arrived(stream, sent)
         self.stored.setdefault(stream, self.connected_at)
         return result
 

@@ -1,4 +1,4 @@
-"""Streams that have stopped acknowledging."""
+"""Streams that have stopped acknowledging, or refuse what is stored."""
 
 from kvmesh.bus.connection.acks import Acks, stream_of
 from kvmesh.bus.subjects import Subjects
@@ -12,11 +12,21 @@ def test_a_stream_is_silent_after_some_timeouts_in_a_row_and_some_seconds() -> N
     acks.missed("kv", 4.0)
     assert acks.silent(3.0) == []
     assert acks.silent(6.0) == ["kv"]
-    acks.arrived("kv")
+    acks.arrived("kv", 6.0)
     acks.missed("kv", 7.0)
     assert acks.silent(20.0) == []
     acks.reset()
     assert acks.silent(90.0) == []
+
+
+def test_a_refusal_counts_until_something_is_stored_and_for_a_minute() -> None:
+    acks = Acks()
+    acks.missed("kv", 1.0)
+    acks.arrived("kv", 2.0, "full")
+    assert (acks.silent(9.0), list(acks.refused(9.0))) == ([], [("kv", "full")])
+    assert list(acks.refused(70.0)) == []
+    acks.arrived("kv", 10.0)
+    assert list(acks.refused(11.0)) == []
 
 
 def test_a_subject_names_its_stream() -> None:

@@ -4,7 +4,6 @@ from support.layers import imports_of, modules_of, upward_imports
 
 LAYERS = [
     ["service"],
-    ["telemetry"],
     ["checker", "queries", "snapshots"],
     ["feed"],
     ["rank_state"],

@@ -216,7 +216,7 @@ def test_a_section_describes_its_keys_and_no_others() -> None:
 
 @every_option
 def test_the_reference_lists_an_option_once(option: Option) -> None:
-    rows = [line for line in REFERENCE if line.startswith(f"| `{option.section}.{option.key}` |")]
+    rows = [line for line in REFERENCE if line.startswith(f"- `{option.section}.{option.key}` ")]
     assert len(rows) == 1
     assert option.description in rows[0]
 

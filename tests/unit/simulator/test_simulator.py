@@ -478,7 +478,7 @@ def test_reports_are_complete(tmp_path: Path) -> None:
 
 def test_engines_of_unlike_speed_take_as_long_as_their_group_says() -> None:
     workload = AgentGenerator(load_profile("demo"), 0).workload(4)
-    slow = PaceOptions(prefill=3.0, decode=3.0)
+    slow = PaceOptions(slow_prefill=3.0, slow_decode=3.0)
     times = []
     for pace in (PaceOptions(), slow):
         group = WorkerOptions(1, CoreOptions(pace=pace))

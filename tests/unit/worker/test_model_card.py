@@ -14,7 +14,7 @@ from kvmesh.settings.schema import WorkerSettings
 from kvmesh.worker.engine import EngineError, EngineInfo
 from kvmesh.worker.model_card import card_labels, model_card
 from kvmesh.worker.model_folder import DEFAULT_CONTEXT, has_chat_template, model_context
-from kvmesh.worker.models.default_model import default_model
+from kvmesh.worker.models.choice import default_model
 
 INFO = EngineInfo(
     name="mock",

@@ -44,6 +44,11 @@ def moment(text: str) -> datetime:
     return time
 
 
+def add_since(parser: argparse.ArgumentParser, text: str, default: str | None = None) -> None:
+    """Add `--since AGO`."""
+    parser.add_argument("--since", type=moment, default=default, metavar="AGO", help=text)
+
+
 def result_file(text: str) -> Path:
     """A file to write at the end; a missing folder is an error at once, not after the work."""
     file = Path(text)

@@ -9,10 +9,9 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from kvmesh.cli.flags import FlagParser, add_flags, did_you_mean, settings_flags
-from kvmesh.cli.parser_check import check_parsers
 from kvmesh.cli.references.foreign_flags import foreign_variables
 from kvmesh.cli.registry import COMMANDS, Command
-from kvmesh.settings import SettingsError, load
+from kvmesh.settings import Settings, SettingsError, load
 
 VERSION = "--version"
 # Former commands, which are parts of others now.
@@ -25,6 +24,20 @@ MOVED = {
     "version": VERSION,
 }
 STARTED = ("up", "frontend", "router", "indexer", "worker", "planner")  # like processes of Dynamo
+
+
+def check_parsers(settings: Settings) -> None:
+    """Raise SettingsError if the worker's settings name an unknown parser."""
+    tool, reasoning = settings.worker.tool_parser, settings.worker.reasoning_parser
+    if not tool and not reasoning:
+        return
+    from kvmesh.frontend.dialects import UnknownParser, choose_grammar
+
+    try:
+        choose_grammar("", tool_parser=tool or None, reasoning_parser=reasoning or None)
+    except UnknownParser as error:
+        flag = "tool_parser" if error.name == tool else "reasoning_parser"
+        raise SettingsError(f"worker.{flag}", str(error)) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

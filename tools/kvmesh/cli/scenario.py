@@ -300,15 +300,8 @@ class _Group(msgspec.Struct, forbid_unknown_fields=True):
 
     def pace(self, pace: PaceOptions) -> PaceOptions:
         """The pace with this group's own values."""
-        return PaceOptions(
-            prefill=self.slow_prefill or pace.prefill,
-            decode=self.slow_decode or pace.decode,
-            noise=self.noise or pace.noise,
-            noise_s=self.noise_s or pace.noise_s,
-            calm_s=self.calm_s or pace.calm_s,
-            heat=self.heat or pace.heat,
-            heat_s=self.heat_s or pace.heat_s,
-        )
+        own = {name: getattr(self, name) for name in PaceOptions.__dataclass_fields__}
+        return replace(pace, **{name: value for name, value in own.items() if value})
 
 
 def _group(text: str, core: CoreOptions) -> WorkerOptions:

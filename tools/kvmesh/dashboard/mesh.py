@@ -14,6 +14,7 @@ import msgspec
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.discovery.worker_reports import follow_loads, follow_starts
+from kvmesh.bus.errors import NotFound
 from kvmesh.bus.messages import (
     Instance,
     Load,
@@ -24,23 +25,25 @@ from kvmesh.bus.messages import (
     SeqBatch,
     Starting,
 )
+from kvmesh.bus.storage.buckets import read_headers
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.dashboard.comparisons import Comparisons
-from kvmesh.dashboard.pins import read_pins
 from kvmesh.dashboard.polled import Polled
 from kvmesh.dashboard.prefixes import Prefixes
 from kvmesh.dashboard.state.clocks import plausible
 from kvmesh.dashboard.state.history import FleetHistory
-from kvmesh.dashboard.state.pins import TenantNames
+from kvmesh.dashboard.state.pins import StoredHead, TenantNames, stored_head
 from kvmesh.dashboard.state.requests.log import RequestLog
 from kvmesh.dashboard.state.requests.rows import RunningRow, ended_rows, running_rows
 from kvmesh.dashboard.state.shared import Shared
 from kvmesh.dashboard.state.starts import WorkerStartRow, worker_starts
+from kvmesh.frontend.http.cache.pin_store import HEAD, PinHead
 from kvmesh.observer.activity import by_session, by_tenant
 from kvmesh.observer.fleet import FleetView
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
 
+_heads = msgspec.json.Decoder(PinHead)
 log = logging.getLogger(__name__)
 SAMPLE_S = 1.0
 PINS_S = 2.0
@@ -48,6 +51,24 @@ PLAN_S = 6 * 3600.0
 MOST_DECISIONS = 10_000
 MOST_DECISION_BYTES = 32 << 20  # of their messages
 T = TypeVar("T")
+
+
+async def read_pins(bus: Bus) -> list[StoredHead]:
+    """The pins in force; raises BusError."""
+    try:
+        found = await read_headers(bus, bus.subjects.pins_bucket)
+    except NotFound:  # the first pin creates it
+        return []
+    now = time.time()
+    pins = []
+    for key, headers in found.items():
+        try:
+            head = _heads.decode(headers[HEAD])
+        except (KeyError, msgspec.MsgspecError):
+            continue
+        if head.expires > now:
+            pins.append(stored_head(key, head))
+    return pins
 
 
 class Mesh:

@@ -206,7 +206,10 @@ class FleetView:
             state = self._state(card, ranks, now)
             slowest = min(found, key=lambda each: each.speed, default=None)
             rows.append(FleetRow(card, state, list(ranks.values()), slowest, now))
-        return rows + self._starting_rows(now)
+        return rows + [
+            FleetRow(_future_card(worker), f"starting: {worker.phase}", [], None, now)
+            for worker in self.starts(now)
+        ]
 
     def starts(self, now: float) -> list[Starting]:
         """The latest reports of the workers that start."""
@@ -216,12 +219,6 @@ class FleetView:
             if now - heard < SILENT_S
         }
         return [worker for worker, _ in self._starting.values()]
-
-    def _starting_rows(self, now: float) -> list[FleetRow]:
-        return [
-            FleetRow(_future_card(worker), f"starting: {worker.phase}", [], None, now)
-            for worker in self.starts(now)
-        ]
 
     def _state(self, card: Instance, ranks: dict[int, _RankLoads], now: float) -> str:
         if card.labels.get(STATE) == REFUSED_STATE:

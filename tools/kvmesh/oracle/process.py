@@ -48,7 +48,8 @@ class SimulationProcess:
         )
         try:
             async with asyncio.timeout(question.budget_s + GRACE_S):
-                found = await self._exchange(task)
+                await self._process.send(msgspec.msgpack.encode(task))
+                found = _answers.decode(await self._process.receive())
         except TimeoutError:
             await self.close()
             return FleetAnswer(error=f"killed after {question.budget_s + GRACE_S:g} s")
@@ -65,10 +66,6 @@ class SimulationProcess:
     async def close(self) -> None:
         """Kill the process, if there is one."""
         await self._process.close()
-
-    async def _exchange(self, task: SimulationTask) -> FleetAnswer:
-        await self._process.send(msgspec.msgpack.encode(task))
-        return _answers.decode(await self._process.receive())
 
 
 def simulate_task(data: bytes, send: Send) -> None:

@@ -9,12 +9,7 @@ import msgspec
 from kvmesh.bus.messages import Capacity, Instance, ModelCard
 from kvmesh.settings.schema import MockSettings
 from kvmesh.simulator.options import Serves, WorkerOptions
-from kvmesh.step_times.registry import load_step_profile
-from kvmesh.worker.enginecore.scheduler import SchedulerLimits
-from kvmesh.worker.enginecore.simulated_tiers import tier_options
-from kvmesh.worker.engines.mock.core import CoreOptions
-from kvmesh.worker.engines.mock.pace import pace_options
-from kvmesh.worker.engines.mock.timing import PolynomialStepModel
+from kvmesh.worker.engines.mock.core_options import core_options
 
 BLOCK_SIZE = 16  # without a live worker
 Fleet = tuple[WorkerOptions, ...]
@@ -30,23 +25,6 @@ class EngineKind(NamedTuple):
     max_batched_tokens: int
     host_blocks: int
     disk_blocks: int
-
-
-def mock_core(mock: MockSettings, block_size: int) -> CoreOptions:
-    """Engine options from the [mock] settings; raises StepProfileError."""
-    return CoreOptions(
-        blocks=mock.blocks,
-        limits=SchedulerLimits(
-            block_size=block_size,
-            max_sequences=mock.max_sequences,
-            max_batched_tokens=mock.max_batched_tokens,
-            watermark=mock.watermark,
-        ),
-        model=load_step_profile(mock.profile) if mock.profile else PolynomialStepModel(),
-        tiers=tier_options(mock),
-        speedup=mock.speedup,
-        pace=pace_options(mock),
-    )
 
 
 def live_fleet(
@@ -66,7 +44,7 @@ def live_fleet(
         if card.capacity is not None and card.model is not None:
             ranks[_kind(card, card.model, card.capacity)] += card.capacity.dp_ranks
     if not ranks:
-        return (WorkerOptions(1, mock_core(mock, block_size or BLOCK_SIZE)),)
+        return (WorkerOptions(1, core_options(mock, block_size or BLOCK_SIZE)),)
     return tuple(_group(mock, kind, count, fixed, block_size) for kind, count in ranks.items())
 
 
@@ -100,5 +78,5 @@ def _group(
         for key, value in kind._asdict().items()
         if key in MockSettings.__struct_fields__ and key not in fixed
     }
-    core = mock_core(msgspec.structs.replace(mock, **live), block_size or kind.block_size)
+    core = core_options(msgspec.structs.replace(mock, **live), block_size or kind.block_size)
     return WorkerOptions(count, core, msgspec.convert(kind.serves, Serves))

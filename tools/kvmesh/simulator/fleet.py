@@ -155,16 +155,13 @@ class SimulatedWorker:
         elif result.steps:
             self._clock.after(result.duration, partial(self._end_step, result))
         else:
-            self._wait(result)
-
-    def _wait(self, result: StepResult) -> None:
-        """Wait for KV from elsewhere; a request or `wake` ends the wait."""
-        self._stepping = False
-        self._waits += 1
-        if result.events:
-            self._publish(self, result.events)
-        if 0.0 < result.duration < inf:
-            self._clock.after(result.duration, partial(self._end_wait, self._waits))
+            # Wait for KV from elsewhere; a request or `wake` ends the wait
+            self._stepping = False
+            self._waits += 1
+            if result.events:
+                self._publish(self, result.events)
+            if 0.0 < result.duration < inf:
+                self._clock.after(result.duration, partial(self._end_wait, self._waits))
 
     def _end_wait(self, number: int) -> None:
         if number == self._waits:

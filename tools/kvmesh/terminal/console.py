@@ -14,3 +14,8 @@ def stdout_console() -> Console:
     """
     width = None if sys.stdout.isatty() else UNLIMITED
     return Console(highlight=False, width=width)
+
+
+def print_line(console: Console, text: str) -> None:
+    """Print text as it is: a console of a terminal does not break it."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -150,7 +150,7 @@ class _Writer:
             osl=decision.hints.osl or 0,
             priority=decision.hints.priority,
             fair_class=decision.hints.fair_class or "",
-            abort_after=_abort_after(outcome),
+            abort_after=max(1, outcome.output_tokens) if outcome.finish == "cancelled" else None,
         )
         if before is not None and before[1].end <= captured.arrival:
             round_ = _following(round_, before[0], captured.arrival - before[1].end, before[1])
@@ -173,10 +173,6 @@ def _following(round_: Round, index: int, wait_s: float, before: CapturedRound) 
     return msgspec.structs.replace(
         round_, at_s=wait_s, after=(index,), wait=wait, wait_class=wait_class
     )
-
-
-def _abort_after(outcome: Outcome) -> int | None:
-    return max(1, outcome.output_tokens) if outcome.finish == "cancelled" else None
 
 
 @dataclass

@@ -1,11 +1,13 @@
-"""Streams that have stopped acknowledging what is published into them. Pure."""
+"""Streams that do not acknowledge, or refuse, what is published into them. Pure."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvmesh.bus.subjects import ROOT
 
 MIN_TIMEOUTS = 3
 MIN_S = 4.0
+REFUSED_S = 60.0  # for which a refusal counts, unless something is stored meanwhile
 
 
 @dataclass(slots=True)
@@ -28,11 +30,16 @@ class Acks:
 
     def __init__(self) -> None:
         self._silences: dict[str, _Silence] = {}
+        self._refusals: dict[str, tuple[float, str]] = {}  # by stream: time and reason
 
-    def arrived(self, stream: str) -> None:
-        """The stream has acknowledged or refused a message."""
+    def arrived(self, stream: str, now: float, refusal: str = "") -> None:
+        """The stream has acknowledged a message, or refused it for a reason."""
         if self._silences:
             self._silences.pop(stream, None)
+        if refusal:
+            self._refusals[stream] = now, refusal
+        elif self._refusals:
+            self._refusals.pop(stream, None)
 
     def missed(self, stream: str, sent: float) -> None:
         """A message that was sent at `sent` has had no acknowledgement in time."""
@@ -45,6 +52,7 @@ class Acks:
     def reset(self) -> None:
         """Forget everything: the connection is a new one."""
         self._silences.clear()
+        self._refusals.clear()
 
     def silent(self, now: float) -> list[str]:
         """The streams without acknowledgements for several messages in a row, sorted."""
@@ -53,3 +61,9 @@ class Acks:
             for stream, silence in self._silences.items()
             if silence.timeouts >= MIN_TIMEOUTS and now - silence.since >= MIN_S
         )
+
+    def refused(self, now: float) -> Iterator[tuple[str, str]]:
+        """The streams that have refused the last message, each with the reason, sorted."""
+        for stream, (at, reason) in sorted(self._refusals.items()):
+            if now - at < REFUSED_S:
+                yield stream, reason

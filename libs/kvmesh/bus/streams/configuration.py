@@ -73,14 +73,12 @@ class Difference(NamedTuple):
 class StreamSpec:
     """A stream as this process would create it: its limits, each with the name of its setting.
 
-    One without `create` is made anew if it is lost, but not for the first time. It stores messages
-    on `subject`; empty: not stated.
+    One without `create` is made anew if it is lost, but not for the first time.
     """
 
     name: str
     limits: dict[str, tuple[float, str]]
     create: Callable[[], Awaitable[object]] | None
-    subject: str = ""
 
     def differences(self, has: StreamConfig) -> list[Difference]:
         return [
@@ -218,9 +216,7 @@ def _stream(
         "max_bytes": (size, f"streams.{kind}_bytes"),
         "max_age": (age, f"streams.{kind}_age_s"),
     }
-    return StreamSpec(
-        name, {**limits, **replica_limit(bus)}, lambda: bus.js.add_stream(config), subject
-    )
+    return StreamSpec(name, {**limits, **replica_limit(bus)}, lambda: bus.js.add_stream(config))
 
 
 def _instances(bus: Bus, limits: StreamLimits) -> StreamSpec:
@@ -252,7 +248,7 @@ def _instances(bus: Bus, limits: StreamLimits) -> StreamSpec:
             await bus.js.add_stream(replace(config, max_consumers=-1))  # the account permits fewer
 
     # its TTL is not among the limits: processes read it from the bucket when they connect
-    return StreamSpec(f"KV_{bucket}", replica_limit(bus), create, f"$KV.{bucket}.>")
+    return StreamSpec(f"KV_{bucket}", replica_limit(bus), create)
 
 
 def _buckets(bus: Bus) -> list[StreamSpec]:

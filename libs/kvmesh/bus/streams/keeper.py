@@ -26,6 +26,7 @@ from kvmesh.bus.errors import (
     NotPermitted,
     cause,
 )
+from kvmesh.bus.streams import altered
 from kvmesh.bus.streams.configuration import (
     StreamMissing,
     StreamSpec,
@@ -88,17 +89,12 @@ class _Info(Struct):
     error: _Error | None = None
 
 
-class _Subjects(Struct):
-    subjects: list[str] | None = None
-
-
 class _Names(Struct):
     total: int = 0
     streams: list[str] | None = None
 
 
 _info_decoder = msgspec.json.Decoder(_Info)
-_subjects_decoder = msgspec.json.Decoder(_Subjects)
 _names_decoder = msgspec.json.Decoder(_Names)
 
 
@@ -144,7 +140,7 @@ class StreamKeeper:
         self._seen: dict[str, _Info] = {}
         self._losses: dict[str, tuple[float, str]] = {}  # by stream: time and text
         self._absent: dict[str, str] = {}  # texts about streams that cannot be made
-        self._foreign: dict[str, str] = {}  # texts about streams that do not store what they should
+        self._altered: dict[str, str] = {}  # texts about streams that do not store what they should
         self._may_create = True
         self._there_since: dict[str, float] = {}  # by stream: the connection that has shown it
         self._looks_due = 0
@@ -198,7 +194,7 @@ class StreamKeeper:
                         await self._check()
                 except (BusError, TimeoutError) as error:
                     log.debug("streams not checked: %s", cause(error))
-                warn("missing_stream", {**self._foreign, **self._absent})
+                warn("missing_stream", {**self._altered, **self._absent})
                 warn("lost_data", dict(self._told()))
                 warn("not_stored", dict(self._not_stored()))
                 await asyncio.sleep(SPACING_S)
@@ -303,8 +299,7 @@ class StreamKeeper:
                 log.debug("stream %s not seen: %s", name, info.error.description)
             return
         info.config = info.config.copy()
-        self._foreign.pop(name, None)
-        if not self._is_ours(name, info):
+        if not self._is_sound(name, info):
             return
         self._readers = max(self._readers, info.state.consumer_count)
         before, self._seen[name] = self._seen.get(name), info
@@ -317,16 +312,13 @@ class StreamKeeper:
         elif info.state.end < before.state.end:
             self._lose(name, "went back to an older state")
 
-    def _is_ours(self, name: str, info: _Info) -> bool:
-        """False if a stream lacks its subject, as one does that somebody else has made."""
-        spec = self._bus.specs.get(name)
-        subject = spec.subject if spec is not None else ""
-        if not subject or subject in (_subjects_decoder.decode(info.config).subjects or ()):
-            return True
-        self._foreign[name] = (
-            f"stream {name} does not store messages on {subject}: delete it, and it is made anew"
-        )
-        return False
+    def _is_sound(self, name: str, info: _Info) -> bool:
+        """False if a stream has settings that do harm: it is not made anew with these."""
+        faults = list(altered.harm(altered.decoder.decode(info.config)))
+        self._altered.pop(name, None)
+        if faults:
+            self._altered[name] = f"stream {name} {'; it '.join(faults)}"
+        return not faults
 
     def _lose(self, name: str, event: str) -> None:
         contents = ONLY_COPIES.get(name.rpartition("-")[2])
@@ -354,6 +346,8 @@ class StreamKeeper:
                 f"NATS does not acknowledge what is stored in {name}: its disk may be full, or"
                 " was; once it has space, restart NATS",
             )
+        for name, reason in self._bus.acks.refused(_now()):
+            yield name, f"NATS refuses what is stored in {name}: {reason}"
 
 
 def _now() -> float:

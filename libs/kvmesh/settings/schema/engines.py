@@ -170,8 +170,8 @@ class VllmSettings(Section, frozen=True, kw_only=True):
     adapters: LoRA adapters, as NAME=FOLDER
     kvbm: share KV blocks through the kvbm of the node
     retention: retain blocks of the prefix cache as requests and pins ask
-    sleep_level: while the worker sleeps, 1: weights are in the memory of the host; 2: they are
-        gone, and loaded again; needs enable_sleep_mode in args
+    sleep_level: weights of a sleeping worker, with enable_sleep_mode in args; 1: in host memory, 2:
+        loaded again
 
     Tuning:
     fork_servers: with a compile cache: import for vLLM's processes ahead, and fork them

@@ -32,11 +32,11 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
     cors_origins: origins whose web pages may call the API, as https://HOST[:PORT]; *: all
     tenant_secret: 64 hexadecimal digits, the secret that separates tenants; none: the mesh's
     max_body_bytes: largest request body
-    max_in_flight: requests served at once; beyond, only tenants with less than an equal share are
-        served, together as many again, and the others are refused as overload
+    max_in_flight: requests served at once; beyond, as many again of tenants below an equal share,
+        and the others are refused
     route_timeout_s: longest wait for a placement
-    speculative_prefill: prefill predicted prompts: after answers where that pays, which trials
-        measure, or only where requests ask for it, or never
+    speculative_prefill: prefill predicted prompts: where trials show that it pays, only where
+        requests ask for it, or never
     responses_ttl_s: time for which a stored response can be read or continued
     websocket_bytes: memory for the conversations that WebSockets keep for their next request; 0: no
         WebSockets
@@ -68,8 +68,8 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
     files_ttl_s: time for which files, batches and their results are kept
     batch_in_flight: requests of batches that one frontend serves at once
     tenant_batches: batches of one tenant that may be in progress
-    answers_bytes: memory for answers as they were generated, which prompts show in place of what
-        clients return with the same meaning; 0 switches this off
+    answers_bytes: memory for answers as they were generated, which prompts show again; 0 switches
+        this off
     stored_answers_bytes: largest size of the answers that all frontends share on disk; the oldest
         are deleted first, 0 stores none
     stored_answers_ttl_s: time for which they are stored

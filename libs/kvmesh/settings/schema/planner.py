@@ -14,12 +14,8 @@ class PlannerSettings(Section, frozen=True, kw_only=True):
     """
     name: stable name; empty derives one
     connector: starts and stops workers; advisory only says what it would do
-    pools: pools of equal workers, NAME[:KEY=VALUE,…] with the keys serves, min, max, cost (per
-        hour), devices (per worker), model, target (the name where they run), profile (step times: a
-        shipped name or a file), kind (pools of one kind exchange workers, which change their role),
-        parked (workers that wait to be promoted) and asleep (most workers that sleep in place of
-        being stopped); a worker belongs to the pool that its label pool names, else to the first
-        that fits
+    pools: pools of equal workers, NAME[:KEY=VALUE,…] with the keys serves, min, max, cost, devices,
+        model, target, profile, kind, parked and asleep (docs/connectors.md)
     max_devices: most devices of all pools together
     ttft: promised time to first token, [MODEL/][CLASS:]QUANTILE=TIME: p95=2s, batch:p90=1m; none:
         no promise
@@ -32,7 +28,7 @@ class PlannerSettings(Section, frozen=True, kw_only=True):
     metrics_port: port of /metrics and /health; 0: none
     compose_file: compose: the file of the services that the pools name
     namespace: kubernetes: the namespace; empty: that of the planner's own pod
-    command: command: a program, run with scale POOL=N … or state; docs/planner.md describes its
+    command: command: a program, run with scale POOL=N … or state; docs/connectors.md describes its
         input and output
 
     Tuning:

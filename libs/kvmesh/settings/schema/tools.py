@@ -59,10 +59,10 @@ class UpSettings(Section, frozen=True, kw_only=True):
     dashboard: run the dashboard, a web page with the state of the mesh
     max_workers: most workers of each pool that a planner may run; at least as many as the mesh
         starts with
-    parked: further workers of each pool that wait, parked, until the planner promotes them; where
-        planner.pools is set, its key parked counts
-    asleep: most workers that the planner puts to sleep in place of stopping them; where
-        planner.pools is set, its key asleep counts
+    parked: further workers of each pool that wait, parked, for a promotion; with planner.pools its
+        key parked counts
+    asleep: most workers that sleep in place of being stopped; with planner.pools its key asleep
+        counts
     frontends: frontend processes, on consecutive ports
     routers: router processes
     indexers: indexer processes
@@ -72,8 +72,8 @@ class UpSettings(Section, frozen=True, kw_only=True):
     reset_states: start with empty streams and no index snapshots
 
     Tuning:
-    ready_timeout_s: longest time of a start without progress: no process joins, and no worker that
-        loads enters another phase or writes a line; kvmesh up then gives up
+    ready_timeout_s: longest time of a start without progress (a process that joins, another phase
+        or line of a worker), before kvmesh up gives up
     stop_timeout_s: longest wait for a process to stop before it is killed
     """
 

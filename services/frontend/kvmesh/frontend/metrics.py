@@ -52,8 +52,7 @@ cached_tokens = Counter(
 )
 tier_cached_tokens = Counter(
     "kvmesh_frontend_tier_cached_tokens",
-    "Cached prompt tokens by the tier that had them: 0 engine memory, 1 host memory, 2 disk,"
-    " 3 remote store",
+    "Cached prompt tokens by the tier that had them",
     ["model", "tier"],
 )
 output_tokens = Counter("kvmesh_frontend_output_tokens", "Tokens generated", ["model"])
@@ -70,8 +69,8 @@ tool_events = Counter(
 )
 reroutes = Counter(
     "kvmesh_frontend_reroutes",
-    "Dispatches that a worker did not accept; away: this frontend had just lost its connection;"
-    " absent: no process listened, as while it changes servers",
+    "Dispatches that a worker did not accept; away: this frontend had lost its connection;"
+    " absent: no process listened",
     ["model", "reason"],
 )
 route_retries = Counter(
@@ -110,8 +109,7 @@ unstored_responses = Counter(
 )
 restored_answers = Counter(
     "kvmesh_frontend_restored_answers",
-    "Answers that clients return and prompts show as they were generated: returned as they were,"
-    " without their thinking, or with calls in other words. Edited ones are shown as sent",
+    "Answers that prompts show as they were generated, by how clients returned them",
     ["model", "returned"],
 )
 read_answers = Counter(
@@ -203,8 +201,7 @@ class ServedCollector(Collector):
         )
         served = CounterMetricFamily(
             "kvmesh_frontend_served_cached_tokens",
-            "Cached prompt tokens that a worker's engine served, by tier: beyond the expected ones"
-            " it has blocks that the index does not know",
+            "Cached prompt tokens that a worker's engine served, by tier",
             labels=labels,
         )
         for model, worker, total in self._totals():
@@ -219,8 +216,8 @@ def _at(tokens: Sequence[int], tier: int) -> int:
 
 
 _TENANT_FAMILIES = {
-    "requests": "Requests answered, by tenant of the key; the busiest tenants have a name",
-    "errors": "Those of them that were answered with an error, before or during the stream",
+    "requests": "Requests answered, by tenant",
+    "errors": "Requests answered with an error, before or during the stream, by tenant",
     "prompt_tokens": "Tokens of prompts, by tenant",
     "cached_tokens": "Prompt tokens read from a cache, by tenant",
     "output_tokens": "Tokens generated, by tenant",

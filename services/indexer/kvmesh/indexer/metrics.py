@@ -14,7 +14,7 @@ QUERY_S = Histogram(
 
 COUNTERS = {
     "messages": "Messages read from the KV stream",
-    "batches": "Readable batches among them",
+    "batches": "Readable batches of events",
     "stored_blocks": "Blocks in applied store events",
     "removed_blocks": "Blocks that applied remove events dropped",
     "cleared": "Applied clear events",
@@ -27,7 +27,7 @@ COUNTERS = {
     "stream_gaps": "Times unread messages of the KV stream were dropped",
     "dump_requests": "Dumps requested from workers",
     "queries": "Overlap queries served",
-    "prompts": "Prompts in those queries",
+    "prompts": "Prompts in overlap queries",
     "bad_queries": "Overlap queries that were unreadable or invalid",
     "shard_errors": "Queries to another shard without a reply",
     "snapshots": "Snapshots written",

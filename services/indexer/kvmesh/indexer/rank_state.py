@@ -234,7 +234,9 @@ class RankStates:
                 self._record_all(rank, batch.source.worker, batch.time, event.reason, event.tier)
             self.index.clear(rank.slot, event.tier)
         else:
-            self._skip(rank, event)
+            self.counts.bad_events += 1
+            if not event.unknown_tag:
+                self._mark_unknown(rank)
 
     def _store(self, rank: RankState, event: Stored) -> None:
         parent = None if event.parent is None else event.parent & _UINT64
@@ -252,11 +254,6 @@ class RankStates:
         """Attach blocks in every shard: the event does not identify their prompt."""
         self.index.attach(rank.slot, event.tier, previous, event.engine, event.local)
         self.counts.stored_blocks += len(event.engine) // HASH_BYTES
-
-    def _skip(self, rank: RankState, bad: Bad) -> None:
-        self.counts.bad_events += 1
-        if not bad.unknown_tag:
-            self._mark_unknown(rank)
 
     # --- checks
 

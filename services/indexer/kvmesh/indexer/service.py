@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 import time
+from dataclasses import asdict
 
 import msgspec
 from prometheus_client import REGISTRY
@@ -25,7 +26,6 @@ from kvmesh.indexer.removed_blocks import RemovedBlocks
 from kvmesh.indexer.shards import Shard
 from kvmesh.indexer.shortfall import Shortfall
 from kvmesh.indexer.snapshots.snapshotter import Snapshotter, SnapshotThresholds
-from kvmesh.indexer.telemetry import IndexerTelemetry
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import publish_warnings
@@ -35,7 +35,7 @@ _replies = MessageDecoder(ControlReply)
 TICK_S, REST_S = 0.05, 0.5  # while ranks are unknown, otherwise
 SWEEP_S = 1.0
 CAPACITY_CHECK_S = 10.0
-DUMP_TIMEOUT_S = 1.0
+DUMP_TIMEOUT_S = 10.0  # a machine with a thousand engines takes seconds
 OPEN_S = 5.0
 MAX_DUMP_REQUESTS = 64
 
@@ -58,15 +58,13 @@ class IndexerService:
         self.snapshotter = Snapshotter(service.bus, self.states, self.feed, thresholds)
         self.readiness = IndexerReadiness(settings.lag_limit_s)
         self.checker = IndexChecker(service.bus, self.states)
-        self.telemetry = IndexerTelemetry(
-            self.states, self.feed, self.queries, self.snapshotter, self.checker.counts
-        )
         self.shortfall = Shortfall()
         self._directory = Directory(service.bus, service.limits, self._joined, self._left)
         self._lease = Lease(service.bus, self._card("catching up"), service.limits)
         self._unknown = asyncio.Event()
         self.states.on_unknown = self._unknown.set
         self._dump_slots = asyncio.Semaphore(MAX_DUMP_REQUESTS)
+        self._asked: set[RankKey] = set()
 
     def _joined(self, card: Instance) -> None:
         self.states.joined(card)
@@ -93,6 +91,29 @@ class IndexerService:
     def ready(self) -> bool:
         return self.queries.is_open
 
+    def figures(self) -> dict[str, float]:
+        """Every figure that `metrics` names."""
+        feed, queries, snapshotter = self.feed, self.queries, self.snapshotter
+        stats = self.states.index.stats()
+        return {
+            **asdict(self.states.counts),
+            **asdict(feed.counts),
+            **asdict(queries.counts),
+            **asdict(snapshotter.counts),
+            **asdict(self.checker.counts),
+            "blocks": stats.blocks,
+            "entries": stats.entries,
+            "memory_bytes": stats.bytes,
+            "ranks": self.states.ranks,
+            "unknown_ranks": self.states.unknown,
+            "pending": feed.pending,
+            "lag_seconds": feed.lag,
+            "applied_seq": feed.applied,
+            "snapshot_seq": snapshotter.covered,
+            "snapshot_bytes": snapshotter.size,
+            "ready": float(queries.is_open),
+        }
+
     async def run(self) -> None:
         """Serve until the service is stopped; raises BusUnavailable if the start fails."""
         stopping = self._service.stopping
@@ -107,7 +128,12 @@ class IndexerService:
             warnings = publish_warnings(lambda: self._lease, self._service.warnings)
             self._service.spawn(warnings, "warnings")
             self._service.spawn(self.snapshotter.run(self._is_leader), "snapshots")
-            await self._start_checks()
+            # Answer operators' questions about the index, and check it by itself
+            subject = self._bus.subjects.ask(self._service.instance)
+            await self._bus.serve(subject, questions, self.checker.answer)
+            interval_s = self._service.settings.indexer.check_interval_s
+            if interval_s and self.shard == WHOLE_INDEX:
+                self._service.spawn(self.checker.run(interval_s), "checks")
             await stopping.wait()
         await self.queries.close()
         await self.feed.close()
@@ -130,14 +156,6 @@ class IndexerService:
     def _on_load(self, load: Load) -> None:
         if load.instance in self.states.incarnations:
             self.shortfall.record(load)
-
-    async def _start_checks(self) -> None:
-        """Answer operators' questions about the index, and check it by itself."""
-        subject = self._bus.subjects.ask(self._service.instance)
-        await self._bus.serve(subject, questions, self.checker.answer)
-        interval_s = self._service.settings.indexer.check_interval_s
-        if interval_s and self.shard == WHOLE_INDEX:
-            self._service.spawn(self.checker.run(interval_s), "checks")
 
     # --- readiness
 
@@ -197,7 +215,9 @@ class IndexerService:
                 await next_tick(REST_S, self._unknown)
             now = asyncio.get_running_loop().time()
             for key in self.states.due_dumps(now, delay):
-                self._service.spawn(self._request_dump(key), "dump")
+                if key not in self._asked:
+                    self._asked.add(key)
+                    self._service.spawn(self._request_dump(key), "dump")
             self.queries.probe(now)
             if now > swept + SWEEP_S - TICK_S:
                 swept = now
@@ -222,6 +242,8 @@ class IndexerService:
             except BusError as error:
                 log.warning("no dump of rank %d of %s: %s", key.rank, key.instance, error)
                 return
+            finally:
+                self._asked.discard(key)
         if reply.ok:
             log.info("requested a dump of rank %d of %s", key.rank, key.instance)
         else:
@@ -239,7 +261,7 @@ def _shard(service: Service) -> Shard:
 async def main(service: Service) -> None:
     """Run an indexer until the service is stopped."""
     indexer = IndexerService(service)
-    collector = StateCollector(indexer.telemetry.read)
+    collector = StateCollector(indexer.figures)
     REGISTRY.register(collector)
     metrics = None
     try:

@@ -188,7 +188,11 @@ class KvbmNode:
             return
         store = self.manager.store
         if self._presence.outdated:
-            self._introduce()
+            # Publish new layouts and workers, and compare them with those of peers
+            models = self._presence.introduce()
+            self._service.spawn(self._follow_and_renew(models), "card")
+            for card in self._exchange.cards:
+                self.compatibility.compare(self.manager.attachments.layouts_in_use, card)
         moves = store.drain_moves()
         if moves:
             remote, local = partition(moves)
@@ -242,13 +246,6 @@ class KvbmNode:
             self.worker_server.reclaim()
 
     # peers
-
-    def _introduce(self) -> None:
-        """Publish new layouts and workers, and compare them with those of peers."""
-        models = self._presence.introduce()
-        self._service.spawn(self._follow_and_renew(models), "card")
-        for card in self._exchange.cards:
-            self.compatibility.compare(self.manager.attachments.layouts_in_use, card)
 
     async def _follow_and_renew(self, models: list[str]) -> None:
         """Follow new models, then publish the card, to which peers reply with their claims."""

@@ -279,7 +279,11 @@ class PlannerService:
             if each.changed:
                 log.info("%s: %s", each.model, each.plan.reason)
             if each.due:
-                await self._record(record)
+                subject = self._bus.subjects.scaling(record.model)
+                try:
+                    await self._bus.store(subject, encode(record), STORE_S)
+                except BusError as error:
+                    log.warning("could not record a decision: %s", cause(error))
             if each.question is not None and self._oracle.ready:
                 self._oracle.ask(each.question, partial(self._answered, each.model))
         if not self.leads:  # the process may have been frozen meanwhile
@@ -338,13 +342,6 @@ class PlannerService:
             failed = {"": f"cannot read the plan bucket: {cause(error)}"}
         self._service.warnings.update("plan_bucket", failed)
         return not failed
-
-    async def _record(self, record: ScalingDecision) -> None:
-        subject = self._bus.subjects.scaling(record.model)
-        try:
-            await self._bus.store(subject, encode(record), STORE_S)
-        except BusError as error:
-            log.warning("could not record a decision: %s", cause(error))
 
 
 def check(settings: Settings) -> None:

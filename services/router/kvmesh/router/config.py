@@ -12,7 +12,11 @@ from kvmesh.settings.schema import RouterSettings
 def check_settings(settings: RouterSettings) -> None:
     """Raise RouterConfigError naming the key and the reason if the settings are invalid."""
     for key in settings.__struct_fields__:
-        _finite(key, getattr(settings, key))
+        value = getattr(settings, key)
+        numbers = value if isinstance(value, list) else [value]
+        for number in numbers:
+            if isinstance(number, float) and not (math.isfinite(number) and number >= 0):
+                raise RouterConfigError(key, f"{number} is not a finite number of at least 0")
     for key in ("overlap_credits", "prefill_credits", "decode_credits"):
         if max(getattr(settings, key)) > 1:
             raise RouterConfigError(key, "a credit above 1 is more than a block's own prefill")
@@ -22,13 +26,6 @@ def check_settings(settings: RouterSettings) -> None:
         raise RouterConfigError("rescore_s", "must not be above starvation_s")
     fair_weights(settings)
     make_policy(settings.policy, settings)
-
-
-def _finite(key: str, value: object) -> None:
-    numbers = value if isinstance(value, list) else [value]
-    for number in numbers:
-        if isinstance(number, float) and not (math.isfinite(number) and number >= 0):
-            raise RouterConfigError(key, f"{number} is not a finite number of at least 0")
 
 
 def cost_model(

@@ -12,7 +12,7 @@ from kvmesh.router.waiting.queue import PlacementQueue
 _FAST = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.25, 1.0)
 _SLOW = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _PREFIX = "kvmesh_router"
-_SAME = "the same in each router, take max"
+_SAME = "the same in each router"
 
 decisions = Counter(f"{_PREFIX}_decisions", "Requests placed", ["model", "policy"])
 refusals = Counter(f"{_PREFIX}_refusals", "Requests refused", ["model", "code"])
@@ -59,14 +59,13 @@ forecast_withdrawals = Counter(
 )
 forecast_returns = Gauge(
     f"{_PREFIX}_forecast_returns",
-    "Returns of prompts within an age since the start: those that forecasts made expect, and those"
-    f" observed of the same prompts: {_SAME}",
+    f"Returns of prompts within an age, expected by forecasts and observed: {_SAME}",
     ["model", "within_s", "kind"],
 )
 forecast_hits = Gauge(
     f"{_PREFIX}_forecast_hits_share",
-    "Share of the blocks read again, of a sample of conversations, that a cache of the ranks' size "
-    f"would hold if it evicts by forecast or by recency: {_SAME}",
+    "Share of the blocks read again that a cache of the ranks' size would hold, evicting by "
+    f"forecast or by recency: {_SAME}",
     ["model", "order"],
 )
 agents = Gauge(
@@ -108,8 +107,7 @@ rank_speed = Gauge(
 )
 learner_gain = Gauge(
     f"{_PREFIX}_learner_gain",
-    "Gain of what learns over its fallback on held-out requests, as a share of the fallback's"
-    f" figure (kvmesh learned): {_SAME}",
+    f"Gain of a learner over its fallback, as a share of the fallback's figure: {_SAME}",
     ["model", "learner"],
 )
 learner_on = Gauge(

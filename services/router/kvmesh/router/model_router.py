@@ -349,16 +349,6 @@ class ModelRouter:
         self.index.probe(now)
         if self._leaving:
             return
-        self._send_forecasts(now)
-        self._execute(self.queue.expire(now))
-        for ticket in self.queue.due_for_rescore(now) if self._uses_index else []:
-            ticket.scored_at = now
-            request = ticket.request
-            done = partial(self._on_rescore, ticket)
-            self.index.query(_lookup(request, done))
-        self.schedule_placement()
-
-    def _send_forecasts(self, now: float) -> None:
         for instance, forecasts in self.core.take_forecasts(now).items():
             subject = self._bus.subjects.returns(instance)
             for first in range(0, len(forecasts), MAX_FORECASTS):
@@ -367,6 +357,13 @@ class ModelRouter:
             withdrawn = sum(forecast.rates == NO_RETURN for forecast in forecasts)
             self._metrics.forecasts.inc(len(forecasts) - withdrawn)
             self._metrics.withdrawals.inc(withdrawn)
+        self._execute(self.queue.expire(now))
+        for ticket in self.queue.due_for_rescore(now) if self._uses_index else []:
+            ticket.scored_at = now
+            request = ticket.request
+            done = partial(self._on_rescore, ticket)
+            self.index.query(_lookup(request, done))
+        self.schedule_placement()
 
     def _on_rescore(self, ticket: Ticket, result: OverlapResult) -> None:
         """Update a waiting ticket with fresh overlaps."""

@@ -236,7 +236,10 @@ async def execute_command(engine: Engine, name: str, command: EngineCommand) -> 
         async with asyncio.timeout(COMMAND_S):
             match command:
                 case Prefetch():
-                    return _prefetch(engine, name, command)
+                    if not isinstance(engine, Prefetching):
+                        raise Unsupported(f"the {name} engine cannot prefetch")
+                    reason = engine.prefetch(command)
+                    return ControlReply(not reason, reason)
                 case Clear():
                     return clear_reply(await engine.clear(command))
                 case Release() | Pin() | Unpin():
@@ -265,13 +268,6 @@ def event_report(engine: Engine) -> EventReport:
             for counts in ranks
         ]
     )
-
-
-def _prefetch(engine: Engine, name: str, command: Prefetch) -> ControlReply:
-    if not isinstance(engine, Prefetching):
-        raise Unsupported(f"the {name} engine cannot prefetch")
-    reason = engine.prefetch(command)
-    return ControlReply(not reason, reason)
 
 
 async def _retain(engine: Engine, name: str, command: Release | Pin | Unpin) -> int:

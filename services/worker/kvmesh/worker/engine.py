@@ -208,12 +208,12 @@ class EngineContext:
 EngineFactory: TypeAlias = Callable[[EngineContext], Engine]
 
 FACTORIES = {
-    "mock": "kvmesh.worker.engines.mock.engine:create",
-    "torch": "kvmesh.worker.engines.torch.engine:create",
+    "mock": "kvmesh.worker.engines.mock.engine:MockEngine",
+    "torch": "kvmesh.worker.engines.torch.engine:TorchEngine",
     "vllm": "kvmesh.worker.engines.vllm.create:create",
     "openai": "kvmesh.worker.engines.remote.engine:create",
-    "sglang": "kvmesh.worker.engines.sglang.engine:create",
-    "trtllm": "kvmesh.worker.engines.trtllm.engine:create",
+    "sglang": "kvmesh.worker.engines.sglang.engine:SglangEngine",
+    "trtllm": "kvmesh.worker.engines.trtllm.engine:TrtllmEngine",
 }
 
 

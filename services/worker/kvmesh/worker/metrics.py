@@ -125,8 +125,7 @@ class SourceCollector(WorkerCollector[Iterable[StartSource]]):
         sources = list(self._read())
         yield self._gauge(
             "start_bytes",
-            "bytes of weights and of compiled code with which the engine started, by their source:"
-            " disk, workers, or the node's memory",
+            "bytes of weights and compiled code with which the engine started, by source",
             (([each.part, each.source], each.bytes) for each in sources),
             "part",
             "source",
@@ -201,9 +200,7 @@ class EventCollector(WorkerCollector[Iterable[LedgerCounts]]):
         )
         yield self._counter(
             "event_dropped_blocks",
-            "blocks of the engine's KV events that the index cannot have: of another block_size,"
-            " without as many tokens, of unknown_position (no event said what precedes them), below"
-            " an engine that was reset, or the oldest of those never_removed",
+            "blocks of the engine's KV events that the index cannot have, by reason",
             (
                 ([str(each.rank), reason, str(tier)], blocks)
                 for each in ranks
@@ -230,8 +227,7 @@ class EventCollector(WorkerCollector[Iterable[LedgerCounts]]):
         yield self._gauge(
             "event_limits",
             "1 for what the index cannot know of the engine: draft (blocks depend on the tokens"
-            " after them) or windows (some of a prompt's blocks are enough, or other groups' are"
-            " needed)",
+            " after them) or windows (layers differ in the blocks that they need)",
             (([str(each.rank), limit], 1) for each in ranks for limit in each.limits),
             "rank",
             "limit",

@@ -21,7 +21,9 @@ class ScratchFolder:
 
     def __init__(self) -> None:
         """Create the folder; raises OSError."""
-        _reclaim()
+        for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
+            with suppress(OSError):  # the process lives, or belongs to another user
+                _remove_dead(lock)
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
         new = self.path / f"{LOCK}.new"
         self._lock: int | None = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -40,12 +42,6 @@ class ScratchFolder:
         if lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(lock)
-
-
-def _reclaim() -> None:
-    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
-        with suppress(OSError):  # the process lives, or belongs to another user
-            _remove_dead(lock)
 
 
 def _remove_dead(lock: Path) -> None:

@@ -157,15 +157,12 @@ class WorkerWeights:
     async def _report_often(self) -> None:
         while True:
             await asyncio.sleep(REPORT_S)
-            self._report_serving()
+            report = self.sample.take(asyncio.get_running_loop().time())
+            if report is not None:
+                self._process.serving(report)
 
     def _report_transfers(self) -> None:
         self._process.serving(ServingReport(transfers=True))
-
-    def _report_serving(self) -> None:
-        report = self.sample.take(asyncio.get_running_loop().time())
-        if report is not None:
-            self._process.serving(report)
 
     def _restart(self, reason: str) -> None:
         """Start another process after a while, a few times; the first death is logged."""

@@ -39,10 +39,13 @@ def test_sound_servers_have_no_faults() -> None:
 
 def test_questions_with_one_cause_are_one_finding() -> None:
     unanswered = {"streams": "no answer within 4 s", "the account": "no answer within 4 s"}
-    assert lines("answers", unanswered=unanswered, refused=["clocks"], clustered=True) == [
+    refused = ["clocks", "subject mappings"]
+    assert lines("answers", unanswered=unanswered, refused=refused, clustered=True) == [
         "fault nats: streams, the account: no answer within 4 s; if fewer than half of the"
         " cluster's servers are connected, it has no leader",
         "note nats: not checked: clocks; this user may not, an operator may",
+        "note nats: not checked: subject mappings; only a user without permissions may probe for"
+        " them",
     ]
 
 

@@ -214,7 +214,9 @@ def test_several_files_are_one_workload(tmp_path: Path) -> None:
     assert both.rounds == folder.rounds
     assert [r.at_s for r in both.rounds] == [0, 0, 1, 1, 3.5, 3.5]
     shutil.copy(SAMPLES / "azure_2023.csv", tmp_path / "c.csv")
-    with pytest.raises(FormatError, match=r"c\.csv is Azure's .* but .*a\.jsonl is Mooncake"):
+    with pytest.raises(
+        FormatError, match=r"c\.csv is Azure's .* but .*a\.jsonl is Mooncake: .* name those alone"
+    ):
         load(str(tmp_path))
 
 
@@ -255,3 +257,31 @@ def test_a_damaged_archive_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(WorkloadError, match="no trace in this folder"):
         load(str(tmp_path / "empty"))
+
+
+def test_subagents_of_subagents_are_their_children(tmp_path: Path) -> None:
+    def entry(t: float, **fields: Any) -> dict[str, Any]:
+        request = {"type": "n", "in": 128, "out": 5, "hash_ids": [1, 2], "api_time": 1.0}
+        return {"t": t, **(fields or request)}
+
+    inner = entry(4, type="subagent", agent_id="B", requests=[entry(4)])
+    outer = entry(2, type="subagent", agent_id="A", requests=[entry(2), inner, entry(8)])
+    file = tmp_path / "day.json"
+    file.write_text(json.dumps({"block_size": 64, "requests": [entry(0), outer, entry(12)]}))
+    workload, repairs = load(str(file))
+    sessions = [(each.name, each.parent) for each in workload.sessions]
+    assert sessions == [("day", None), ("day/A", 0), ("day/A/B", 1)]
+    assert [round_.after for round_ in workload.rounds] == [(), (0,), (1,), (1, 2), (0, 3)]
+    assert repairs.notes == []
+
+
+def test_names_of_agentic_files_are_their_own(tmp_path: Path) -> None:
+    text = (SAMPLES / "agentic_mooncake_v2.jsonl").read_text()
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(text)
+    one = load(str(tmp_path / "a.jsonl"))[0]
+    both = load(str(tmp_path))[0]
+    assert len(both.sessions) == 2 * len(one.sessions)
+    assert sum(map(len, (r.after for r in both.rounds))) == 2 * sum(
+        map(len, (r.after for r in one.rounds))
+    )

@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ SPELLINGS: dict[str, bytes] = {
     "floats": rows(input_length=float, hash_ids=lambda ids: [float(each) for each in ids]).encode(),
     "texts": rows(timestamp=str, hash_ids=lambda ids: [str(each) for each in ids]).encode(),
     "hashes": rows(hash_ids=lambda ids: [f"{each:x}-hash" for each in ids]).encode(),
+    "digests": rows(hash_ids=lambda ids: [f"{each}e400" for each in ids]).encode(),
     "wide": rows(hash_ids=lambda ids: [each + (1 << 70) for each in ids]).encode(),
     "before 0": rows(timestamp=lambda time: time - 5000).encode(),
     "dates": rows(timestamp=lambda time: ISO.format(time / 1000)).encode(),
@@ -66,6 +68,9 @@ SPELLINGS: dict[str, bytes] = {
     "nanos": rows(timestamp=lambda time: 1714557600_000_000_000 + time * 10**6).encode(),
     "table": "\n".join(
         [COLUMNS, *(",".join(f'"{value}"' for value in row.values()) for row in ROWS)]
+    ).encode(),
+    "names in capitals": "\n".join(
+        [COLUMNS.title(), *(",".join(f'"{value}"' for value in row.values()) for row in ROWS)]
     ).encode(),
     "tabs": "\n".join(
         ["\t".join(ROWS[0]), *("\t".join(map(str, row.values())) for row in ROWS)]
@@ -113,6 +118,12 @@ def test_a_unit_that_is_named_is_not_guessed(tmp_path: Path) -> None:
         (json.dumps({k: [row[k] for row in ROWS] for k in ROWS[0]}).encode(), "by columns"),
         (b'{"benchmarks": [{"requests": {}}]}', "GuideLLM's report of a run"),
         (b'{"ttfts": [1], "itls": [[1]], "input_lens": [3]}', "the result of `vllm bench`"),
+        (COLUMNS.encode() + b'\n0,9000,1,"[1 2 3 ... 17 18]"\n', r"an abridged list \(`...`\)"),
+        (rows(hash_ids=lambda ids: [9.3e18, *ids[1:]]).encode(), "without its last digits"),
+        (rows(hash_ids=lambda ids: [1e17 + each for each in ids]).encode(), "last digits"),
+        ((TEXT.replace("{", '{"session_id": 1e18, ')).encode(), "without its last digits"),
+        (b"input_length,output_length\n5,7\n6", ":3: a line that is cut off"),
+        (json.dumps(ROWS[0], indent=1).encode() * 2, r"`jq -c .` makes lines"),
         (b'{"metadata": {}, "metrics": {"ttft": 1}}', "AIPerf's records of a run"),
     ],
 )
@@ -129,7 +140,7 @@ def test_nan_is_a_missing_value(tmp_path: Path) -> None:
     workload, repairs = load(str(file))
     assert len(workload) == 7
     assert "1 request without a time start with the first" in repairs.notes
-    assert "1 requests without output_length: 128 tokens assumed" in repairs.notes
+    assert "1 request without an output length: 128 tokens assumed" in repairs.notes
 
 
 def test_defects_name_their_repair(tmp_path: Path) -> None:
@@ -248,3 +259,127 @@ def test_no_block_size_is_proposed_without_evidence(tmp_path: Path) -> None:
     file.write_text(json.dumps(row) + "\n")
     with pytest.raises(TraceError, match="--trace-block-size states the tokens per id"):
         load(str(file))
+
+
+NAMES = {
+    *("session_id", "parent_session_id", "trajectory_id", "parent_trajectory_id", "request_id"),
+    *("play_id", "wait_for", "agent_id", "shared_prefix_id", "id"),
+}
+OUTPUTS = {"output_length", "output_tokens", "out", "output_tokens_count"}
+TIMES = {"timestamp", "request_received_ms", "event_time_unix_ms"}
+
+
+def rewritten(value: Any, names: set[str], change: Callable[[Any], Any]) -> Any:
+    """A JSON value with fields changed at any depth."""
+    if isinstance(value, dict):
+        return {
+            k: change(v) if k in names and not isinstance(v, dict) else rewritten(v, names, change)
+            for k, v in value.items()
+        }
+    return [rewritten(v, names, change) for v in value] if isinstance(value, list) else value
+
+
+def rewrite(name: str, file: Path, names: set[str], change: Callable[[Any], Any]) -> int:
+    """Write a sample with changed fields; returns the number of changes."""
+    changes = 0
+
+    def counted(value: Any) -> Any:
+        nonlocal changes
+        changes += 1
+        return change(value)
+
+    text = (TRACES / name).read_text()
+    lines = text.splitlines() if name.endswith(".jsonl") else [text]
+    found = [rewritten(json.loads(line), names, counted) for line in lines]
+    file.write_text("".join(json.dumps(each) + "\n" for each in found))
+    return changes
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_names_of_every_format_may_be_numbers(name: str, tmp_path: Path) -> None:
+    numbers: dict[str, int] = {}
+
+    def number(value: Any) -> Any:
+        if isinstance(value, list):
+            return [number(each) for each in value]
+        return numbers.setdefault(value, 10**18 + len(numbers)) if value else value
+
+    rewrite(name, tmp_path / "trace", NAMES, number)
+    workload, plain = load(str(tmp_path / "trace"))[0], load(str(TRACES / name))[0]
+    assert workload.rounds == plain.rounds
+    assert [each.parent for each in workload.sessions] == [each.parent for each in plain.sessions]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_an_output_without_a_length_is_assumed_and_told(name: str, tmp_path: Path) -> None:
+    if not rewrite(name, tmp_path / "trace", OUTPUTS, lambda value: None):
+        pytest.skip("no lengths of outputs in this format")
+    workload, repairs = load(str(tmp_path / "trace"))
+    assert any("without an output length: 128 tokens assumed" in note for note in repairs.notes)
+    assert {round_.output_tokens for round_ in workload.rounds} == {128}
+
+
+@pytest.mark.parametrize(
+    ("columns", "row", "told"),
+    [
+        ("TIMESTAMP,ContextTokens,GeneratedTokens", "1,374,", 1),
+        ("Timestamp,Model,Request tokens,Response tokens", "5,GPT-4,100,", 1),
+        ("session_id,round_idx,prefix_len,input_len,output_len,tool_wait_after_ms", "a,0,0,9,,", 1),
+        ("chat_id,timestamp,input_length,hash_ids", '7,1,32,"[1, 2]"', 1),
+        ("chat_id,timestamp,input_length,output_length,hash_ids", '7,1,32,5,"[1, 2]"', 0),
+    ],
+)
+def test_outputs_of_tables_may_be_missing(
+    columns: str, row: str, told: int, tmp_path: Path
+) -> None:
+    file = tmp_path / "table.csv"
+    file.write_text(f"{columns}\n{row}\n")
+    workload, repairs = load(str(file))
+    assert len(workload) == 1
+    assert sum("128 tokens assumed" in note for note in repairs.notes) == told
+
+
+DATES = {
+    "bailian.jsonl": "seconds",
+    "dynamo_request_trace.jsonl": "milliseconds",
+    "inference_perf_prefixes.jsonl": "seconds",
+    "aiperf_text_input.jsonl": "milliseconds",
+    "lmcache_agent.jsonl": "microseconds",
+}
+
+
+@pytest.mark.parametrize("name", DATES)
+def test_times_of_every_format_may_be_dates(name: str, tmp_path: Path) -> None:
+    def date(value: float) -> str:
+        return f"{datetime.fromtimestamp(0, UTC) + timedelta(**{DATES[name]: value}):%F %T.%f} UTC"
+
+    assert rewrite(name, tmp_path / "trace", TIMES, date)
+    for dated, plain in zip(
+        load(str(tmp_path / "trace"))[0].rounds, load(str(TRACES / name))[0].rounds, strict=True
+    ):
+        assert dated.at_s == pytest.approx(plain.at_s, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "times", [("2026-05-01T10:00:00Z", "2026-05-01T10:01:00Z"), (1e9, 1e9 + 60)]
+)
+def test_tables_of_sessions_have_dates_and_unix_times(
+    times: tuple[Any, Any], tmp_path: Path
+) -> None:
+    header = "session_id,round_idx,prefix_len,input_len,output_len,tool_wait_after_ms,arrival_time"
+    file = tmp_path / "rounds.csv"
+    file.write_text(f"{header}\na,0,0,9,1,,{times[0]}\nb,0,0,9,1,,{times[1]}\n")
+    assert [round_.at_s for round_ in load(str(file))[0].rounds] == [0.0, 60.0]
+
+
+def test_a_corpus_may_count_in_unix_seconds(tmp_path: Path) -> None:
+    def seconds(value: str) -> float:
+        return datetime.fromisoformat(value).timestamp()
+
+    rewrite("tracelab_rounds.jsonl", tmp_path / "trace", {"timestamp"}, seconds)
+    for one, other in zip(
+        load(str(tmp_path / "trace"))[0].rounds,
+        load(str(TRACES / "tracelab_rounds.jsonl"))[0].rounds,
+        strict=True,
+    ):
+        assert one.at_s == pytest.approx(other.at_s, abs=1e-3)

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from kvmesh.cli.arguments import moment, positive
+from kvmesh.cli.arguments import add_since, positive
 from kvmesh.settings import Settings
 
 SLOW = 20
@@ -43,11 +43,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the messages, one JSON object per line"
     )
-    parser.add_argument(
-        "--since",
-        type=moment,
-        metavar="AGO",
-        help="start of the search: 90s, 5m, 2h, 1d ago or a time [default the whole stream]",
+    add_since(
+        parser, "start of the search: 90s, 5m, 2h, 1d ago or a time [default the whole stream]"
     )
 
 

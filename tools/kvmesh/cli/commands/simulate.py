@@ -12,12 +12,13 @@ from kvmesh.planner.errors import PlannerConfigError
 from kvmesh.router.errors import RouterConfigError
 from kvmesh.runtime.quantities import counted
 from kvmesh.settings import Settings
-from kvmesh.simulator.engines import BLOCK_SIZE, mock_core
+from kvmesh.simulator.engines import BLOCK_SIZE
 from kvmesh.simulator.options import SimulationError, WorkerOptions
 from kvmesh.simulator.report.answer import answer
 from kvmesh.simulator.report.tables import show
 from kvmesh.step_times.profile import StepProfileError
-from kvmesh.terminal.console import stdout_console
+from kvmesh.terminal.console import print_line, stdout_console
+from kvmesh.worker.engines.mock.core_options import core_options
 from kvmesh.workload.analysis.memory import memory_line
 from kvmesh.workload.errors import WorkloadError
 
@@ -36,7 +37,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     try:
         workload, summary = load_trace(arguments, arguments.sources, arguments.seed)
         workload = workload.first(arguments.limit)
-        core = mock_core(settings.mock, arguments.block_size or BLOCK_SIZE)
+        core = core_options(settings.mock, arguments.block_size or BLOCK_SIZE)
         options = scenarios(arguments, settings, (WorkerOptions(WORKERS, core),))
         promises = parsed_promises(settings)
         runs = [simulate(workload, each) for each in options]
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     console = stdout_console()
     show([result for _, result in runs], console)
     for line in answer(workload, runs, promises):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(console, line)
     return status
 
 

@@ -5,7 +5,7 @@ import re
 import sys
 
 from kvmesh.bus.subjects import ROOT
-from kvmesh.cli.arguments import moment, positive
+from kvmesh.cli.arguments import add_since, positive
 from kvmesh.cli.flags import did_you_mean
 from kvmesh.cli.messages.decoding import KINDS, REQUESTS
 from kvmesh.settings import Settings
@@ -31,12 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print whole messages, one JSON object per line"
     )
-    parser.add_argument(
-        "--since",
-        type=moment,
-        metavar="AGO",
-        help="replay kv, route and seq first, from 90s, 5m, 2h, 1d ago or a time",
-    )
+    add_since(parser, "replay kv, route and seq first, from 90s, 5m, 2h, 1d ago or a time")
     parser.add_argument(
         "--no-follow", action="store_true", help="with --since: stop after the replay"
     )

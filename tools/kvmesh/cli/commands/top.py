@@ -4,7 +4,7 @@ import argparse
 import sys
 from datetime import UTC, datetime, timedelta
 
-from kvmesh.cli.arguments import moment
+from kvmesh.cli.arguments import add_since
 from kvmesh.settings import Settings
 
 WINDOW = timedelta(minutes=5)
@@ -23,12 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--sort", metavar="COLUMN", help="a column of the view, by its name in --json"
     )
     parser.add_argument("--reverse", action="store_true", help="reverse the order")
-    parser.add_argument(
-        "--since",
-        type=moment,
-        metavar="AGO",
-        help="length of the window of requests: 90s, 5m, 2h, 1d [default 5m]",
-    )
+    add_since(parser, "length of the window of requests: 90s, 5m, 2h, 1d [default 5m]")
     parser.add_argument("--once", action="store_true", help="print one frame and end")
     parser.add_argument("--json", action="store_true", help="with --once: as one JSON object")
 

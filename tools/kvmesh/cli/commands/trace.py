@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from kvmesh.cli.arguments import moment, result_file
+from kvmesh.cli.arguments import add_since, result_file
 from kvmesh.settings import Settings
 
 if TYPE_CHECKING:
@@ -18,13 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "included. Without a file, prints a table."
     )
     parser.add_argument("session", metavar="SESSION", help="the session's id")
-    parser.add_argument(
-        "--since",
-        type=moment,
-        default="1d",
-        metavar="AGO",
-        help="start of the search: 90s, 5m, 2h, 1d ago or a time (%(default)s)",
-    )
+    add_since(parser, "start of the search: 90s, 5m, 2h, 1d ago or a time (%(default)s)", "1d")
     parser.add_argument(
         "--perfetto",
         type=result_file,

@@ -3,7 +3,7 @@
 import argparse
 from datetime import UTC, datetime, timedelta
 
-from kvmesh.cli.arguments import moment, positive
+from kvmesh.cli.arguments import add_since, positive
 from kvmesh.settings import Settings
 
 ROWS = 50
@@ -15,12 +15,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "(`kvmesh streams`). GPU time divides the time of a rank's devices equally among its "
         "sequences."
     )
-    parser.add_argument(
-        "--since",
-        type=moment,
-        metavar="AGO",
-        help="start of the window: 90s, 5m, 2h, 1d ago or a time [default 1h]",
-    )
+    add_since(parser, "start of the window: 90s, 5m, 2h, 1d ago or a time [default 1h]")
     parser.add_argument(
         "--by",
         type=_dimensions,

@@ -8,7 +8,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.messages import Instance, Role
 from kvmesh.bus.streams.configuration import StreamLimits
-from kvmesh.cli.arguments import moment, positive
+from kvmesh.cli.arguments import add_since, moment, positive
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.flags import settings_flags
 from kvmesh.cli.scenario import add_scenario, scenarios, simulate, write
@@ -20,20 +20,14 @@ from kvmesh.simulator.options import SimulationError
 from kvmesh.simulator.report.tables import show
 from kvmesh.simulator.whatif.runs import measured_run
 from kvmesh.step_times.profile import StepProfileError
-from kvmesh.terminal.console import stdout_console
+from kvmesh.terminal.console import print_line, stdout_console
 from kvmesh.workload.capture import CapturedRound, CaptureEnd, assemble, capture
 from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.replay.summary import Spread
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--since",
-        type=moment,
-        default="15m",
-        metavar="AGO",
-        help="start of the capture: 90s, 5m, 2h, 1d ago or a time (%(default)s)",
-    )
+    add_since(parser, "start of the capture: 90s, 5m, 2h, 1d ago or a time (%(default)s)", "15m")
     parser.add_argument(
         "--until", type=moment, metavar="AGO", help="end of the capture, likewise (now)"
     )
@@ -94,7 +88,7 @@ def _compare(
         return 2
     status = write("whatif", arguments, counted(len(workload), "captured request"), runs)
     console = stdout_console()
-    console.print(measured(captured), markup=False, highlight=False, soft_wrap=True)
+    print_line(console, measured(captured))
     show([result for _, result in runs], console)
     return status
 

@@ -9,7 +9,7 @@ from typing import get_args
 import msgspec
 
 from kvmesh.bus.client import Bus
-from kvmesh.cli.arguments import moment, positive, result_file
+from kvmesh.cli.arguments import add_since, positive, result_file
 from kvmesh.cli.flags import FlagParser, add_flags
 from kvmesh.cli.traces.options import SOURCES, add_trace_options, load_trace, title_of
 from kvmesh.runtime.quantities import counted
@@ -247,13 +247,7 @@ def _generate(arguments: argparse.Namespace, _: Settings) -> int:
 
 
 def _capture_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--since",
-        type=moment,
-        default="15m",
-        metavar="AGO",
-        help="start of the capture: 90s, 5m, 2h, 1d ago or a time (%(default)s)",
-    )
+    add_since(parser, "start of the capture: 90s, 5m, 2h, 1d ago or a time (%(default)s)", "15m")
     parser.add_argument("--model", metavar="NAME", help="only requests of this model")
     _output(parser, required=True)
     add_flags(parser, "", ("nats", "log"))

@@ -10,6 +10,8 @@ from kvmesh.cli.status.index_checks import RankCheck
 from kvmesh.cli.status.report import MeshReport
 from kvmesh.cli.status.served import WorkerCache
 
+MAPPINGS = "subject mappings"  # a question that needs a user without permissions
+
 
 class NatsServer(Struct, frozen=True, kw_only=True):
     """A server of the cluster that has replied.
@@ -86,7 +88,8 @@ class Facts:
     the reason why the server does not suit a mesh. `unanswered` gives the reason for
     each question without an answer, `refused` are those that this user may not ask. `absent` are
     streams that every mesh has and that do not exist; `leaderless` those that exist and do not
-    answer, with the reason. `others` are the namespaces of further meshes of the account. `lost`
+    answer, with the reason. `altered` are the settings of streams that do harm, by stream. `others`
+    are the namespaces of further meshes of the account. `lost`
     are subjects on which a probe did not arrive, `astray` those of streams, by stream, on which
     one did not reach its stream; None if this user could not probe. `moved` are subjects under
     which a stream gets the messages of another one. `caches` are
@@ -112,6 +115,7 @@ class Facts:
     streams: dict[str, StreamInfo] | None = None
     absent: list[str] = field(default_factory=list)
     leaderless: dict[str, str] = field(default_factory=dict)
+    altered: dict[str, list[str]] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
     lost: list[str] | None = None
     astray: dict[str, str] | None = None

@@ -40,9 +40,10 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.bus.packs import EMPTY, unpacked
 from kvmesh.bus.permissions import ALL_SERVERS, USER_INFO
+from kvmesh.bus.streams.altered import found_stream, harm
 from kvmesh.bus.streams.configuration import mesh_streams, needed_streams
 from kvmesh.bus.streams.server_check import check_server
-from kvmesh.cli.doctor.facts import Clock, DiskSpace, Facts, NatsServer, UsedLimit
+from kvmesh.cli.doctor.facts import MAPPINGS, Clock, DiskSpace, Facts, NatsServer, UsedLimit
 from kvmesh.cli.doctor.http_facts import MonitoringError, monitored, open_frontends
 from kvmesh.cli.planning.history import read_decisions
 from kvmesh.cli.status.index_checks import check_ranks
@@ -91,7 +92,7 @@ async def gather_facts(bus: Bus, settings: Settings, monitoring: str = "") -> Fa
         gathering.ask("streams", gathering.streams),
     )
     if facts.streams and facts.lost is not None:
-        await gathering.ask("subject mappings", gathering.stored)
+        await gathering.ask(MAPPINGS, gathering.stored)
     cards = f"KV_{bus.subjects.instances_bucket}"
     if facts.streams and cards in facts.streams and "JetStream" not in facts.unanswered:
         await gathering.ask("processes", gathering.report, REPORT_S)
@@ -154,7 +155,8 @@ class _Gathering:
 
     async def servers(self) -> None:
         """The servers of the cluster, if this user may ask them; then the probes of subjects."""
-        told = await self._json(USER_INFO)
+        found = json.loads(await self._bus.ask(USER_INFO, ASK_S))
+        told = found if isinstance(found, dict) else {}
         self._facts.servers = [_server(told, time.time())]
         permitted = told.get("data", {}).get("permissions", {})
         publish = permitted.get("publish", {}).get("allow") or [ALL_SERVERS]
@@ -163,7 +165,7 @@ class _Gathering:
         else:
             self._facts.refused.append("other servers")
         if any(permitted.get(kind) for kind in ("publish", "subscribe")):
-            self._facts.refused.append("subject mappings")
+            self._facts.refused.append(MAPPINGS)
         else:
             await self._probe()
 
@@ -223,7 +225,7 @@ class _Gathering:
 
     async def stored(self) -> None:
         """Find subjects of streams that do not lead there, by messages that each stream refuses."""
-        bus, streams = self._bus, self._facts.streams or {}
+        bus, streams, altered = self._bus, self._facts.streams or {}, self._facts.altered
         subjects, name = bus.subjects, f"doctor-{secrets.token_hex(4)}"
         probed = {
             subjects.kv_stream: subjects.kv("doctor", name),
@@ -237,7 +239,7 @@ class _Gathering:
                 probed[stream] = f"$KV.{bucket}.{name}"
             elif kind == "OBJ":
                 probed[stream] = f"$O.{bucket}.C.{name}"  # as the chunks of an object
-        known = [stream for stream in probed if stream in streams]
+        known = [stream for stream in probed if stream in streams and stream not in altered]
         seen: dict[str, set[str]] = {}  # by the subject of a probe, those on which it arrived
 
         def receive(msg: RawMessage) -> None:
@@ -335,6 +337,8 @@ class _Gathering:
             facts.leaderless.clear()
             raise TimeoutError
         facts.streams = found
+        faults = {name: list(harm(found_stream(info.config))) for name, info in found.items()}
+        facts.altered = {name: found for name, found in faults.items() if found}
 
     async def _stream(self, name: str) -> StreamInfo:
         async with asyncio.timeout(ASK_S / 3):
@@ -424,10 +428,6 @@ class _Gathering:
                 skew = event.time - message.time.timestamp()
                 ahead[name] = max(skew, ahead.get(name, skew))
         return [Clock(name, skew) for name, skew in ahead.items()]
-
-    async def _json(self, subject: str) -> dict[str, Any]:
-        found = json.loads(await self._bus.ask(subject, ASK_S))
-        return found if isinstance(found, dict) else {}
 
 
 def _explained(error: BusError) -> str:

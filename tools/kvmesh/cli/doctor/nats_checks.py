@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from kvmesh.bus.streams.server_check import MIN_PAYLOAD, OLDEST, RECOMMENDED_PAYLOAD
-from kvmesh.cli.doctor.facts import Facts, UsedLimit
+from kvmesh.cli.doctor.facts import MAPPINGS, Facts, UsedLimit
 from kvmesh.cli.status.findings import Finding, Severity
 from kvmesh.runtime.quantities import size
 
@@ -46,10 +46,14 @@ def answers(facts: Facts) -> Iterator[Finding]:
         if facts.clustered and "no answer" in reason:
             hint = "; if fewer than half of the cluster's servers are connected, it has no leader"
         yield Finding("fault", "nats", f"{', '.join(questions)}: {reason}{hint}")
-    if facts.refused:
-        severity: Severity = "fault" if {"streams", "processes"} & {*facts.refused} else "note"
-        what = ", ".join(facts.refused)
+    refused = [question for question in facts.refused if question != MAPPINGS]
+    if refused:
+        severity: Severity = "fault" if {"streams", "processes"} & {*refused} else "note"
+        what = ", ".join(refused)
         yield Finding(severity, "nats", f"not checked: {what}; this user may not, an operator may")
+    if MAPPINGS in facts.refused:
+        text = f"not checked: {MAPPINGS}; only a user without permissions may probe for them"
+        yield Finding("note", "nats", text)
 
 
 def version(facts: Facts) -> Iterator[Finding]:
@@ -77,7 +81,10 @@ def streams(facts: Facts) -> Iterator[Finding]:
         silent[reason].append(name)
     for reason, names in silent.items():
         yield Finding("fault", "streams", f"no answer about {_some(names)}: {reason}")
-    if not (facts.absent or facts.leaderless):
+    for name, faults in facts.altered.items():
+        for fault in faults:
+            yield Finding("fault", name, f"this stream {fault}")
+    if not (facts.absent or facts.leaderless or facts.altered):
         yield Finding("ok", "streams", f"{len(facts.streams)}, none is missing")
 
 
@@ -148,15 +155,24 @@ def limits(facts: Facts) -> Iterator[Finding]:
     if MIN_PAYLOAD <= facts.max_payload < RECOMMENDED_BYTES:
         text = f"max_payload is {size(facts.max_payload)}: long prompts are refused"
         yield Finding("note", "limits", f"{text}, set it to {RECOMMENDED_PAYLOAD}")
-    near = [use for use in facts.uses if use.share >= NEAR]
+    uses = [*facts.uses, *_uses_of_streams(facts)]
+    near = [use for use in uses if use.share >= NEAR]
     for use in near:
         severity: Severity = "fault" if use.share >= 1 else "note"
         yield Finding(severity, "limits", f"near its limit: {_use(use)}")
-    if facts.uses and not near:
-        yield Finding("ok", "limits", f"nearest: {_use(max(facts.uses, key=lambda u: u.share))}")
+    if uses and not near:
+        yield Finding("ok", "limits", f"nearest: {_use(max(uses, key=lambda u: u.share))}")
     if facts.servers:
         count = sum(each.connections for each in facts.servers)
         yield Finding("ok", "limits", f"{count} connections of this account")
+
+
+def _uses_of_streams(facts: Facts) -> Iterator[UsedLimit]:
+    """The sizes of those streams that refuse what exceeds them; others drop the oldest."""
+    for name, info in (facts.streams or {}).items():
+        most = info.config.max_bytes or 0
+        if most > 0 and info.config.discard == "new":
+            yield UsedLimit(f"max_bytes of {name}", info.state.bytes, most, True)
 
 
 def mappings(facts: Facts) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from msgspec import Struct
 from rich.console import Console
 
 from kvmesh.bus.client import Bus
-from kvmesh.cli.arguments import moment, result_file, seconds
+from kvmesh.cli.arguments import add_since, result_file, seconds
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.planning.timeline import ServiceTime, from_captured, from_workload, series
 from kvmesh.cli.traces.options import SOURCES, add_trace_options, load_trace, title_of
@@ -16,7 +16,7 @@ from kvmesh.planner.prediction.interface import PredictorError
 from kvmesh.planner.prediction.registry import predictor_names
 from kvmesh.planner.prediction.scoring import Backtest, PredictorScore, backtest
 from kvmesh.settings import Settings
-from kvmesh.terminal.console import stdout_console
+from kvmesh.terminal.console import print_line, stdout_console
 from kvmesh.terminal.tables import FittedTable, columns
 from kvmesh.workload.capture import CapturedRound, capture
 from kvmesh.workload.errors import WorkloadError
@@ -39,13 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="WORKLOAD",
         help=f"{SOURCES}, instead of live traffic",
     )
-    parser.add_argument(
-        "--since",
-        type=moment,
-        default="1h",
-        metavar="AGO",
-        help="start of the capture: 90s, 5m, 2h, 1d ago or a time (%(default)s)",
-    )
+    add_since(parser, "start of the capture: 90s, 5m, 2h, 1d ago or a time (%(default)s)", "1h")
     parser.add_argument("--model", metavar="NAME", help="only captured requests of this model")
     parser.add_argument(
         "--interval",
@@ -141,13 +135,11 @@ def _failed(error: Exception) -> int:
 def show(report: BacktestReport, console: Console) -> None:
     """Print the scores of the predictors."""
     arrivals = report.arrivals
-    console.print(
+    print_line(
+        console,
         f"{report.source}: {report.requests:,} requests, {arrivals.values:,} intervals of "
         f"{arrivals.interval_s:g} s with {arrivals.mean:.3g} in the mean and at most "
         f"{arrivals.largest:,.0f}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
     _table(arrivals).show(console)
 

@@ -20,7 +20,7 @@ from kvmesh.planner.capacity.profile_fit import FittedProfile, ProfileFitError, 
 from kvmesh.planner.capacity.step_times import StepTimesFit
 from kvmesh.settings import Settings
 from kvmesh.step_times.profile import EngineLimits, StepProfile
-from kvmesh.terminal.console import stdout_console
+from kvmesh.terminal.console import print_line, stdout_console
 
 HELP = "make a step profile from the load reports of running workers"
 PROGRESS_S = 10.0
@@ -185,7 +185,7 @@ def _show(file: Path, workers: str, found: FittedProfile) -> None:
         f" {_ms(profile.decode_seconds(1, many))} with {many:,.0f}",
     ]
     for line in lines:
-        stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(stdout_console(), line)
 
 
 def _ms(seconds: float) -> str:

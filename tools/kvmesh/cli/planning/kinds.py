@@ -9,11 +9,11 @@ import msgspec
 from msgspec import Meta
 
 from kvmesh.settings.schema import MockSettings
-from kvmesh.simulator.engines import mock_core
 from kvmesh.simulator.options import SimulationError, WorkerOptions
 from kvmesh.simulator.sizing.fleets import WorkerKind
 from kvmesh.step_times.registry import load_step_profile
 from kvmesh.worker.engines.mock.core import CoreOptions
+from kvmesh.worker.engines.mock.core_options import core_options
 
 BLOCK_SIZE = 64
 GIB = 1 << 30
@@ -102,7 +102,7 @@ def _core(keys: _Keys, profile: str, mock: MockSettings) -> CoreOptions:
     changed = {
         key: value for key in ("speedup", "blocks") if (value := getattr(keys, key)) is not None
     }
-    core = mock_core(msgspec.structs.replace(mock, **changed), BLOCK_SIZE)
+    core = core_options(msgspec.structs.replace(mock, **changed), BLOCK_SIZE)
     if not (keys.profile or profile):
         return core
     model = load_step_profile(keys.profile or profile)

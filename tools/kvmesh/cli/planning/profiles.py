@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from functools import partial
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from kvmesh.settings import Settings
 from kvmesh.step_times.profile import StepProfileError
 from kvmesh.step_times.registry import load_roofline, load_step_profile, shipped_profiles
 from kvmesh.step_times.roofline import Roofline
-from kvmesh.terminal.console import stdout_console
+from kvmesh.terminal.console import print_line, stdout_console
 from kvmesh.terminal.tables import FittedTable, columns
 
 HELP = "list the shipped step profiles of GPUs and models"
@@ -53,19 +54,15 @@ def _list() -> None:
         )  # fmt: skip
     console = stdout_console()
     table.show(console)
-    console.print(
+    print_line(
+        console,
         "rooflines of published figures, not measurements; `kvmesh plan profiles NAME` has their"
         " sources",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    )
 
 
 def _show(roofline: Roofline) -> None:
-    console = stdout_console()
-
-    def line(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
+    line = partial(print_line, stdout_console())
     line(roofline.description)
     assumed = roofline.assumed
     line(

@@ -12,14 +12,14 @@ from rich.console import Console
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import PoolPlan, ScalingDecision
-from kvmesh.cli.arguments import moment, result_file
+from kvmesh.cli.arguments import add_since, result_file
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.planning.history import LATEST_MINUTES, read_decisions
 from kvmesh.cli.planning.page import plan_page
 from kvmesh.observer.hindsight import Hindsight, hindsight
 from kvmesh.observer.plans import by_model
 from kvmesh.settings import Settings
-from kvmesh.terminal.console import stdout_console
+from kvmesh.terminal.console import print_line, stdout_console
 from kvmesh.terminal.tables import FittedTable, columns
 
 MOST_CANDIDATES = 6
@@ -27,11 +27,9 @@ WORTH_PARKING_S = 10.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--since",
-        type=moment,
-        metavar="AGO",
-        help="the decisions since then: 90s, 5m, 2h, 1d ago or a time; otherwise the present plan",
+    add_since(
+        parser,
+        "the decisions since then: 90s, 5m, 2h, 1d ago or a time; otherwise the present plan",
     )
     parser.add_argument("--model", metavar="NAME", help="only this model's")
     parser.add_argument(
@@ -85,11 +83,11 @@ def _write(file: Path, make: Callable[[], bytes]) -> bool:
 def _show_present(decision: ScalingDecision, console: Console) -> None:
     age = max(time.time() - decision.time, 0.0)
     signals = defaultdict(float, decision.signals)
-    console.print(
+    print_line(
+        console,
         f"{decision.model}: {decision.reason} ({age:.0f} s ago, by {decision.planner} through"
         f" {decision.connector})",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    )
     counts = ("ready", "starting", "wanted", "waiting", "start-up s", "never ready")
     measured = ("step times", "samples")
     hide = ("samples", "never ready", "start-up s", "step times", "waiting")
@@ -103,20 +101,20 @@ def _show_present(decision: ScalingDecision, console: Console) -> None:
     pools.show(console)
     for name, pool in decision.pools.items():
         if advice := _parking_advice(name, pool):
-            console.print(advice, markup=False, highlight=False, soft_wrap=True)
+            print_line(console, advice)
     for switch in decision.switches:
         console.print(
             f"{switch.instance} changes its role: from pool {switch.source} to {switch.target}",
             markup=False, highlight=False,
         )  # fmt: skip
-    console.print(
+    print_line(
+        console,
         f"arrivals {signals['arrivals_per_s']:.2f}/s, forecast {signals['forecast_per_s']:.2f}/s;"
         f" waiting {signals['waiting_requests']:.0f} requests,"
         f" {signals['waiting_tokens']:,.0f} tokens; mean prompt {signals['prompt_tokens']:,.0f}"
         f" tokens, {signals['uncached_tokens']:,.0f} of them to compute; mean output"
         f" {signals['output_tokens']:,.0f}",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    )
     for promise, share in decision.kept.items():
         note = ", which no worker can keep" if promise in decision.unreachable else ""
         console.print(
@@ -187,10 +185,9 @@ def _show_history(decisions: list[ScalingDecision], console: Console) -> None:
             f" {sizes}  arrivals {signals['arrivals_per_s']:.2f}/s, forecast"
             f" {signals['forecast_per_s']:.2f}/s, waiting {signals['waiting_requests']:.0f};"
             f" kept {kept or 'unknown'}; {decision.reason}",
-            markup=False, highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
         if decision.changed:
-            console.print(
-                f"          came true: {came.text(signals['forecast_per_s'])}",
-                markup=False, highlight=False, soft_wrap=True,
-            )  # fmt: skip
+            print_line(console, f"          came true: {came.text(signals['forecast_per_s'])}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec.structs import replace as replace_profile
 
 from kvmesh.bus.client import Bus
-from kvmesh.cli.arguments import moment, positive, seconds
+from kvmesh.cli.arguments import add_since, positive, seconds
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.planning.kinds import HELP as KIND_HELP
 from kvmesh.cli.planning.kinds import tier_choices
@@ -52,11 +52,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a profile of developers, or a trace in files or folders (coding-agents)",
     )
     add_trace_options(parser)
-    parser.add_argument(
-        "--since",
-        type=moment,
-        metavar="AGO",
-        help="the requests of a live mesh since then instead: 90s, 5m, 2h, 1d ago or a time",
+    add_since(
+        parser, "the requests of a live mesh since then instead: 90s, 5m, 2h, 1d ago or a time"
     )
     parser.add_argument("--model", metavar="NAME", help="--since: only requests of this model")
     parser.add_argument(

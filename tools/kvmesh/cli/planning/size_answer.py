@@ -8,7 +8,7 @@ from kvmesh.cli.planning.size_runs import Chosen, SeedRun, fleet_text, kept_text
 from kvmesh.planner.core.promises import Promise
 from kvmesh.simulator.options import SimulationOptions
 from kvmesh.simulator.sizing.fleets import SizedFleet, simulate_fleet
-from kvmesh.terminal.console import stdout_console
+from kvmesh.terminal.console import print_line, stdout_console
 from kvmesh.terminal.tables import FittedTable, columns
 
 HOURS = 730  # of a month
@@ -76,7 +76,7 @@ class SizeAnswer:
                 f" {kept_text(self._promises, [next_one])}"
             )
         for line in lines:
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            print_line(self._console, line)
 
     def _on(self, each: SeedRun, chosen: Chosen, fleet: SizedFleet) -> SizedFleet:
         """The fleet's result in a run, simulated to its end unless it was tried there."""

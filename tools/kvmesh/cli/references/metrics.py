@@ -109,13 +109,13 @@ def _entry(metric: Metric, labels: Iterable[str]) -> MetricEntry:
 
 
 def markdown() -> str:
-    """One table for each kind of process."""
+    """One list for each kind of process."""
     lines = []
     for source in sources().values():
         lines += ["", f"## {source.heading}", ""]
-        lines += ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
         for name, kind, labels, text in entries(source):
-            shown = ", ".join(f"`{label}`" for label in labels)
+            shown = f"`{name}{{{','.join(labels)}}}`" if labels else f"`{name}`"
             meaning = text[0].lower() + text[1:] if not text[:2].isupper() else text
-            lines.append(f"| `{name}` | {kind} | {shown} | {meaning} |")
+            histogram = "histogram: " if kind == "histogram" else ""
+            lines.append(f"- {shown}: {histogram}{meaning}")
     return "\n".join(lines[1:]) + "\n"

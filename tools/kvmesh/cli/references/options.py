@@ -1,4 +1,4 @@
-"""The settings as a TOML file and as the tables of docs/configuration.md."""
+"""The settings as a TOML file and as the lists of docs/configuration.md."""
 
 import json
 from collections.abc import Iterator
@@ -33,30 +33,27 @@ def _toml_value(value: object) -> str:
 
 
 def markdown(tuning: bool) -> str:
-    """One table per section: key, value, default and meaning; of tuning options, or of others."""
+    """One list per section: key, default and meaning; of tuning options, or of others."""
     return "\n".join(_markdown_lines(tuning))
 
 
 def _markdown_lines(tuning: bool) -> Iterator[str]:
     for section, members in _sections():
-        rows = [_row(option) for option in members if option.tuning is tuning]
-        if rows:
+        items = [_item(option) for option in members if option.tuning is tuning]
+        if items:
             yield f"## [{section}]\n"
-            yield "| key | value | default | meaning |"
-            yield "| --- | --- | --- | --- |"
-            yield from rows
+            yield from items
             yield ""
 
 
-def _row(option: Option) -> str:
-    default = one_line(option.default).replace("|", "\\|")
-    cells = [
-        f"`{option.section}.{option.key}`",
-        "secret" if option.secret else metavar(option).replace("|", "\\|"),
-        f"`{default}`" if default else "–",
-        f"{option.description}{' (live)' if option.live else ''}",
-    ]
-    return f"| {' | '.join(cells)} |"
+def _item(option: Option) -> str:
+    default = one_line(option.default)
+    value = "secret" if option.secret else metavar(option)
+    shown = f"`{default}`" if default else value
+    if default and "|" in value:
+        shown = f"{shown} of {value}"
+    live = ", live" if option.live else ""
+    return f"- `{option.section}.{option.key}` ({shown}{live}): {option.description}"
 
 
 def _sections() -> Iterator[tuple[str, Iterator[Option]]]:

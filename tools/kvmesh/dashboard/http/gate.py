@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
+from html import escape
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -13,9 +14,16 @@ from kvmesh.dashboard.http.access import (
     same_origin,
     same_site_cookie,
 )
-from kvmesh.dashboard.http.sign_in import sign_in_page
 from kvmesh.frontend.errors import STATUS, ApiError
 
+STYLE = """
+:root{color-scheme:light dark}
+body{font:16px/1.5 system-ui,sans-serif;max-width:26rem;margin:15vh auto;padding:0 1rem}
+label,input,button{display:block;width:100%;box-sizing:border-box;font:inherit}
+input,button{padding:.5rem;margin:.3rem 0 1rem}
+[role=alert]{color:#c62828}
+@media(prefers-color-scheme:dark){[role=alert]{color:#ef9a9a}}
+"""
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -36,6 +44,19 @@ HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"same-origin"),
 )
+
+
+def sign_in_page(fault: str = "") -> str:
+    """The page; `fault` says why the last key was refused."""
+    alert = f"<p role=alert>{escape(fault)}</p>" if fault else ""
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8>"
+        "<meta name=viewport content='width=device-width'><title>kvmesh: sign in</title>"
+        f"<style>{STYLE}</style><main><h1>kvmesh</h1>{alert}<form method=post>"
+        "<label for=key>API key with the scope <code>admin</code></label>"
+        "<input id=key name=key type=password required autofocus autocomplete=current-password>"
+        "<button>Sign in</button></form></main></html>"
+    )
 
 
 class Gate:
@@ -88,14 +109,10 @@ class Gate:
         elif path == SIGN_OUT and scope["method"] == "POST":
             self._access.sign_out(headers)
             await _redirect(send, SIGN_IN, same_site_cookie("", _secure(scope), 0))
-        elif not path.startswith(FILES) and self._full:
+        elif not path.startswith(FILES) and self._pages() >= PAGES_PER_VIEWER * self._max_viewers:
             await _answer(send, 503, "Too many pages are open; try again in a minute.\n", TEXT)
         else:
             await self._app(scope, receive, send)
-
-    @property
-    def _full(self) -> bool:
-        return self._pages() >= PAGES_PER_VIEWER * self._max_viewers
 
     async def _sign_in(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["method"] != "POST":

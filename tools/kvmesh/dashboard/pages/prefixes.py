@@ -90,7 +90,11 @@ class PrefixPage:
                 self._tree.add_slot("default-header", HEADER)
             with ui.element("div").classes("beside"):
                 self._chart = _sunburst(self._on_slice)
-                _legend()
+                with ui.element("div").classes("states quiet"):
+                    for state, text in STATE_TEXTS.items():
+                        with ui.element("span"):
+                            ui.element("i").style(f"background: {STATES[state]}")
+                            ui.label(text).style("display: inline")
                 self._detail = ui.element("section").props('aria-label="chosen prefix"')
                 with self._detail:
                     self._build_detail()
@@ -218,14 +222,6 @@ def _notice(snapshot: PrefixSnapshot | None, fault: str, models: list[str]) -> s
     if snapshot.tree.sessions > MOST_PROMPTS:
         return f"The tree has the prompts of the latest {MOST_PROMPTS} sessions."
     return ""
-
-
-def _legend() -> None:
-    with ui.element("div").classes("states quiet"):
-        for state, text in STATE_TEXTS.items():
-            with ui.element("span"):
-                ui.element("i").style(f"background: {STATES[state]}")
-                ui.label(text).style("display: inline")
 
 
 def _sunburst(on_click: Any) -> ui.echart:

@@ -83,7 +83,10 @@ class SimulatedAttachment:
     def on_filled(self, sequence: Sequence) -> None:
         request = sequence.request.id
         if request not in self._looked_up:
-            self._touch(sequence)
+            # Let the node record the use of a prompt that did not wait for it
+            self._looked_up.add(sequence.request.id)
+            fetch = self.fetch(sequence, len(sequence.reusable), 0.0)
+            self.node.ask(fetch, self._touched)
         if sequence.full_blocks > self._offered.get(request, 0):
             self._filled[request] = node_prompt(sequence, sequence.full_blocks)
 
@@ -183,16 +186,10 @@ class SimulatedAttachment:
     def finish(self, sequence: Sequence) -> None:
         """Let a sequence continue for which the node has no blocks."""
         if self._loads.pop(sequence, None) is not None:
-            self.core.finish_loading(sequence, self.node.clock.now)
+            self.core.scheduler.end_loading(sequence, self.node.clock.now)
 
     def wake(self) -> None:
         self._worker.wake()
-
-    def _touch(self, sequence: Sequence) -> None:
-        """Let the node record the use of a prompt that did not wait for it."""
-        self._looked_up.add(sequence.request.id)
-        fetch = self.fetch(sequence, len(sequence.reusable), 0.0)
-        self.node.ask(fetch, self._touched)
 
     def _touched(self, reply: object) -> None:
         if isinstance(reply, Fetched) and reply.ticket:

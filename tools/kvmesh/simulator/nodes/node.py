@@ -1,6 +1,7 @@
 """A simulated node: the block manager's own core, with moves over virtual links."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -30,7 +31,6 @@ from kvmesh.kvbm.core.transfers.onboarding import Lookup
 from kvmesh.kvbm.core.transfers.restoring import CHECK_S
 from kvmesh.simulator.nodes.links import VirtualLink
 from kvmesh.simulator.nodes.options import NodeOptions
-from kvmesh.simulator.nodes.records import NodeRecord
 from kvmesh.simulator.records import WorkerRecord
 from kvmesh.simulator.virtual_clock import VirtualClock
 
@@ -38,6 +38,29 @@ TICK_S = 0.05  # as the live process
 IDLE_TICK_S = 1.0
 RUN_BYTES = 4 << 20
 OnReply = Callable[[object], None]
+
+
+@dataclass
+class NodeRecord:
+    """Totals of one node: bytes by link, and what its workers loaded.
+
+    `to_engines` and `from_engines` are bytes over the links of its workers; `network` and
+    `store_read` are bytes that the node received. `disk_rewritten` are bytes of blocks that the
+    disk had held before.
+    """
+
+    name: str
+    to_engines: int = 0
+    from_engines: int = 0
+    disk_read: int = 0
+    disk_written: int = 0
+    disk_rewritten: int = 0
+    network: int = 0
+    store_read: int = 0
+    store_written: int = 0
+    loads: int = 0
+    skipped_blocks: int = 0
+    on_disk: set[bytes] = field(default_factory=set)
 
 
 class BlockSources(Protocol):

@@ -1,8 +1,9 @@
 """Sources of blocks beyond a simulated node, as the live kvbm uses them: store and peers."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from kvmesh.bus.messages import Prepare, Prepared
 from kvmesh.index import unpack_rows
@@ -10,10 +11,10 @@ from kvmesh.kvbm.core.blocks.block import REMOTE, Copy
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd, carried_wishes
 from kvmesh.kvbm.core.transfers.mesh_claims import ClaimMessage, PeerSource
 from kvmesh.kvbm.core.transfers.onboarding import Lookup
+from kvmesh.retention.claims import RetentionWish
 from kvmesh.router.scoring.overlaps import Overlaps
 from kvmesh.simulator.nodes.node import SimulatedNode, batched, bytes_of
 from kvmesh.simulator.nodes.options import NodeOptions
-from kvmesh.simulator.nodes.store import SimulatedStore
 from kvmesh.simulator.virtual_clock import VirtualClock
 
 STORE_BYTES = 4 << 20
@@ -24,6 +25,50 @@ PAUSE_S = 0.05
 NO_SOURCE = PeerSource("", 0)
 Find = Callable[[bytes], Overlaps]
 Ends = list[tuple[Move, MoveEnd]]
+
+
+class StoredBlock(NamedTuple):
+    """A block's size, the time of its last use, and the retention that is stored with it."""
+
+    size: int
+    used: float
+    wishes: list[RetentionWish]
+
+
+class SimulatedStore:
+    """At most `capacity` bytes; a block expires `lease_s` after its last lookup."""
+
+    def __init__(self, capacity: int, lease_s: float) -> None:
+        self._capacity = capacity
+        self._lease_s = lease_s
+        self._blocks: OrderedDict[bytes, StoredBlock] = OrderedDict()
+        self._used = 0
+
+    def put(self, digest: bytes, size: int, wishes: list[RetentionWish], now: float) -> None:
+        self.drop([digest])
+        self._blocks[digest] = StoredBlock(size, now, wishes)
+        self._used += size
+        while self._used > self._capacity:
+            self.drop([next(iter(self._blocks))])
+
+    def find(self, digests: Sequence[bytes], now: float) -> int:
+        """Number of leading blocks in the store; restarts their leases."""
+        for count, digest in enumerate(digests):
+            block = self.get(digest, now)
+            if block is None:
+                return count
+            self._blocks[digest] = block._replace(used=now)
+            self._blocks.move_to_end(digest)
+        return len(digests)
+
+    def get(self, digest: bytes, now: float) -> StoredBlock | None:
+        block = self._blocks.get(digest)
+        return block if block is not None and now - block.used <= self._lease_s else None
+
+    def drop(self, digests: Iterable[bytes]) -> None:
+        for digest in digests:
+            block = self._blocks.pop(digest, None)
+            self._used -= block.size if block is not None else 0
 
 
 class SimulatedSources:

@@ -73,10 +73,10 @@ def _group(group: WorkerOptions) -> str:
 
 
 def _pace(pace: PaceOptions) -> Iterator[str]:
-    if pace.prefill != 1:
-        yield f"{pace.prefill:g} × as long for prompts"
-    if pace.decode != 1:
-        yield f"{pace.decode:g} × as long for output"
+    if pace.slow_prefill != 1:
+        yield f"{pace.slow_prefill:g} × as long for prompts"
+    if pace.slow_decode != 1:
+        yield f"{pace.slow_decode:g} × as long for output"
     if pace.noise != 1:
         spells = f"spells of {pace.noise_s:g} s after {pace.calm_s:g} s"
         yield f"{pace.noise:g} × as long beside a noisy neighbour, in {spells}"

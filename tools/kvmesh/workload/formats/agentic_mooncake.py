@@ -18,7 +18,6 @@ from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.block_ids import match_block_ids
 from kvmesh.workload.reading.options import ReadOptions
 from kvmesh.workload.reading.rows import (
-    OUTPUT_TOKENS,
     TraceRow,
     decoded,
     packed,
@@ -30,7 +29,6 @@ from kvmesh.workload.reading.source import TraceFile
 
 SCHEMA: Final = "dynamo.agentic_mooncake"
 VERSION = 2
-NAMES = ("request_id", "play_id", "session_id")
 
 
 class AgenticHeader(Struct, kw_only=True):
@@ -77,8 +75,8 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
         for line, record in records:
             found += 1
             try:
-                fields = decoded(record)
-                one = parsed(fields, AgenticRow, NAMES)
+                one = parsed(decoded(record), AgenticRow)
+                _set_apart(one, f"{number + 1}/" if len(files) > 1 else "")
                 row = _row(one, header, number, line)
             except msgspec.MsgspecError as error:
                 repairs.note(line, reason_of(error), "dropped the line")
@@ -112,6 +110,13 @@ def _header(file: TraceFile, record: tuple[int, bytes]) -> AgenticHeader:
     return header
 
 
+def _set_apart(one: AgenticRow, file: str) -> None:
+    """Names are those of a file: put it before them."""
+    one.request_id, one.session_id = file + one.request_id, file + one.session_id
+    for each in one.dependencies:
+        each.request_id = file + each.request_id
+
+
 def _row(one: AgenticRow, header: AgenticHeader, file: int, line: int) -> TraceRow:
     size = header.block_size
     tokens = one.input_length or one.input_tokens or len(one.hash_ids) * size
@@ -122,7 +127,7 @@ def _row(one: AgenticRow, header: AgenticHeader, file: int, line: int) -> TraceR
         line=line,
         file=file,
         input_length=tokens,
-        output_length=OUTPUT_TOKENS if output is None else output,
+        output_length=output,
         ids=packed(one.hash_ids),
         block_size=size,
         time=None if one.dependencies else one.not_before_ms,

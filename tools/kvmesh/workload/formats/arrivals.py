@@ -4,7 +4,7 @@ Their prompts share nothing, unless a row names the prefix that it shares (infer
 of shared prefixes).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,18 +14,16 @@ from kvmesh.workload.errors import Repairs
 from kvmesh.workload.model import SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.options import ReadOptions, TimeUnit
-from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, decoded, moment, parsed
+from kvmesh.workload.reading.rows import TraceRow, decoded, moment, parsed, reason_of
 from kvmesh.workload.reading.source import TraceFile
 from kvmesh.workload.reading.unix_times import rescale_unix_times
-
-Fields = Mapping[str, Any]
 
 
 class ArrivalRow(Struct, kw_only=True):
     """A row under common names; `timestamp` is a number or a date, `prefix` the id of a prefix."""
 
     input_length: SomeTokens
-    output_length: Tokens = OUTPUT_TOKENS
+    output_length: Tokens | None = None
     timestamp: float | str | None = None
     session: str | None = None
     prefix: str | None = None
@@ -127,16 +125,15 @@ class _Reader:
         found = 0
         for number, file in enumerate(self._files):
             self._repairs.file = file.path
-            for line, fields in _fields(file):
+            for line, fields in file.records() if file.is_json else file.table():
                 found += 1
                 try:
                     one = self._parse(fields)
                     row = self._row(one, number, line)
                 except (msgspec.MsgspecError, ValueError) as error:
-                    reason = str(error).replace("`$.", "`")
-                    self._repairs.note(line, reason, "dropped the line")
+                    self._repairs.note(line, reason_of(error), "dropped the line")
                     continue
-                if self._table.failed and not one.output_length:
+                if self._table.failed and one.output_length == 0:
                     self._failed += 1
                 else:
                     rows.append(row)
@@ -144,21 +141,13 @@ class _Reader:
         rescale_unix_times(rows, self._options, self._table.unit, self._repairs)
         return self._assembly.trace(rows, found=found)
 
-    def _parse(self, fields: Fields | bytes | str) -> ArrivalRow:
-        if isinstance(fields, str):
-            raise ValueError(fields)
-        if isinstance(fields, bytes):
-            fields = decoded(fields)
+    def _parse(self, fields: bytes | str | dict[str, Any]) -> ArrivalRow:
         columns = self._table.columns
-        lower = {name.strip().lower(): value for name, value in fields.items()}
+        lower = {name.strip().lower(): value for name, value in decoded(fields).items()}
         named = {columns[name]: value for name, value in lower.items() if name in columns}
         if named.get("input_length") in (0, "0") and named.get("prefix_length"):
             named["input_length"] = 1
-        return parsed(
-            {key: value for key, value in named.items() if value != ""},
-            ArrivalRow,
-            ("session", "prefix"),
-        )
+        return parsed(named, ArrivalRow)
 
     def _row(self, one: ArrivalRow, file: int, line: int) -> TraceRow:
         branch = None
@@ -187,7 +176,3 @@ class _Reader:
             )
         if rows and all(row.time is None for row in rows):
             self._repairs.assume("all requests start at once: the file has no times")
-
-
-def _fields(file: TraceFile) -> Iterator[tuple[int, Fields | bytes | str]]:
-    yield from file.records() if file.is_json else file.table()

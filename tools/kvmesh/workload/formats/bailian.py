@@ -14,7 +14,7 @@ from kvmesh.workload.model import SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.block_ids import match_block_ids
 from kvmesh.workload.reading.options import ReadOptions
-from kvmesh.workload.reading.rows import TraceRow, decoded, packed, parsed, reason_of
+from kvmesh.workload.reading.rows import TraceRow, decoded, moment, packed, parsed, reason_of
 from kvmesh.workload.reading.source import TraceFile
 from kvmesh.workload.reading.unix_times import rescale_unix_times
 
@@ -22,11 +22,11 @@ BLOCK_SIZE = 16
 
 
 class BailianRow(Struct, kw_only=True):
-    chat_id: int
-    timestamp: float
-    input_length: SomeTokens
-    output_length: Tokens
-    parent_chat_id: int = -1
+    chat_id: str
+    timestamp: float | str | None = None
+    input_length: SomeTokens | None = None
+    output_length: Tokens | None = None
+    parent_chat_id: str = "-1"
     type: str = ""
     hash_ids: list[int] = []
 
@@ -34,19 +34,20 @@ class BailianRow(Struct, kw_only=True):
 def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> ReadTrace:
     """The trace in the files, at its recorded times; raises TraceError or OSError."""
     rows: list[TraceRow] = []
-    parents: dict[int, int] = {}
-    chats: list[int] = []
+    parents: dict[str, str] = {}
+    chats: list[str] = []
     found = 0
     for number, file in enumerate(files):
         repairs.file = file.path
-        for line, record in file.records():
+        for line, record in file.records() if file.is_json else file.table():
             found += 1
             try:
                 one = parsed(decoded(record), BailianRow)
-            except msgspec.MsgspecError as error:
+                row = _row(one, options, number, line)
+            except (msgspec.MsgspecError, ValueError) as error:
                 repairs.note(line, reason_of(error), "dropped the line")
                 continue
-            rows.append(_row(one, options, number, line))
+            rows.append(row)
             chats.append(one.chat_id)
             parents[one.chat_id] = one.parent_chat_id
     for row, chat in zip(rows, chats, strict=True):
@@ -59,21 +60,26 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
 
 
 def _row(one: BailianRow, options: ReadOptions, file: int, line: int) -> TraceRow:
+    size = options.trace_block_size or BLOCK_SIZE
+    tokens = one.input_length or len(one.hash_ids) * size
+    if not tokens:
+        raise msgspec.ValidationError("Object missing required field `input_length`")
+    time = one.timestamp
     return TraceRow(
         line=line,
         file=file,
-        input_length=one.input_length,
+        input_length=tokens,
         output_length=one.output_length,
         ids=packed(one.hash_ids),
-        block_size=options.trace_block_size or BLOCK_SIZE,
-        time=one.timestamp * options.milliseconds("s"),
+        block_size=size,
+        time=None if time is None else moment(time, options.milliseconds("s")),
         kind=one.type,
     )
 
 
-def _root(chat: int, parents: dict[int, int]) -> int:
+def _root(chat: str, parents: dict[str, str]) -> str:
     """The first turn in the trace of a chat's conversation; shortens `parents` on the way."""
-    path: list[int] = []
+    path: list[str] = []
     while (parent := parents[chat]) in parents and parent not in path and parent != chat:
         path.append(chat)
         chat = parent

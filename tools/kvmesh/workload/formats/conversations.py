@@ -17,7 +17,7 @@ from kvmesh.runtime.quantities import counted
 from kvmesh.workload.errors import Repairs
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.options import ReadOptions, TimeUnit
-from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, decoded, packed
+from kvmesh.workload.reading.rows import TraceRow, decoded, moment, packed, reason_of
 from kvmesh.workload.reading.source import TraceFile
 from kvmesh.workload.reading.text_records import CONVERSATIONS, TextRequest, requests_of
 from kvmesh.workload.reading.turns import apply_turns
@@ -51,20 +51,16 @@ class _Reader:
         self._numbers = count(1)
         self._conversations: set[str | None] = set()
         self._unit: TimeUnit | None = options.time_unit
-        self._without_output = self._without_time = self._empty = 0
+        self._without_time = self._empty = 0
 
     def add(self, file: int, line: int, record: bytes | str | dict[str, Any]) -> None:
         self.found += 1
         try:
-            if isinstance(record, str):
-                raise msgspec.ValidationError(record)
-            if isinstance(record, bytes):
-                record = decoded(record)
-            requests = self._requests(record)
+            requests = self._requests(decoded(record))
             for request in requests:
                 self._add(request, file, line)
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
-            self._repairs.note(line, str(error).replace("`$.", "`"), "dropped the line")
+            self._repairs.note(line, reason_of(error), "dropped the line")
 
     def _requests(self, record: dict[str, Any]) -> list[TextRequest]:
         """The requests of a record; those of a conversation are a session of their own."""
@@ -88,13 +84,8 @@ class _Reader:
         assume("lengths are estimates: a token is 4 bytes of text, and a template adds none")
         if self._empty:
             assume(f"left out {counted(self._empty, 'conversation')} without a message")
-        if self._without_output:
-            assume(
-                f"{self._without_output:,} requests without an answer or its length: "
-                f"{OUTPUT_TOKENS} tokens assumed"
-            )
         if self.rows and self._without_time == len(self.rows):
-            assume("all sessions start at once: the records have no times")
+            assume("all sessions start at once: the records have no `timestamp`")
         elif self._unit is not None:
             assume(f"times are read as {self._unit} (--time-unit)")
 
@@ -102,14 +93,13 @@ class _Reader:
         output = request.output_tokens
         if output is None and request.output is not None:
             output = _tokens(request.output)
-        self._without_output += output is None
         timed = request.time is not None
         self._without_time += not timed
         row = TraceRow(
             line=line,
             file=file,
             input_length=max(1, _tokens(request.prompt)),
-            output_length=OUTPUT_TOKENS if output is None else output,
+            output_length=output,
             ids=packed(_block_ids(request.prompt)),
             block_size=BLOCK_SIZE,
             time=self._time(request) if timed else None,
@@ -124,7 +114,10 @@ class _Reader:
             self.additions.append(row)
 
     def _time(self, request: TextRequest) -> float:
-        time = request.time or 0.0
+        try:
+            time = float(request.time or 0.0)
+        except ValueError:
+            return moment(request.time or "", 1.0)
         if self._unit is None:
             fitting = [unit for unit, least in UNIX.items() if time >= least]
             self._unit = fitting[0] if fitting else request.unit

@@ -112,7 +112,7 @@ OTHERS: tuple[tuple[frozenset[str], str, str], ...] = (
     (frozenset({"forks"}), "AIPerf's DAG", "convert it to agentic Mooncake v2"),
     (frozenset({"spawns"}), "AIPerf's DAG", "convert it to agentic Mooncake v2"),
 )
-DAG_EDGES = {"forks", "spawns", "branches"}
+RECORDS_HINT = "a record is a line, an item of one array, or the whole file (`jq -c .` makes lines)"
 
 
 def format_of(file: TraceFile) -> TraceFormat:
@@ -173,7 +173,7 @@ def _records(file: TraceFile) -> list[dict[str, Any]]:
         except msgspec.MsgspecError as error:
             failure = failure or error
     if not found and failure is not None:
-        raise file.error(1, str(failure)) from failure
+        raise file.error(1, str(failure), RECORDS_HINT) from failure
     return found
 
 
@@ -245,7 +245,9 @@ def _of_schema(file: TraceFile, schema: str) -> TraceFormat:
 
 
 def _of_table(file: TraceFile) -> TraceFormat:
-    columns = {name.lower() for name in file.table().columns}
+    columns = set(file.table().columns)
+    if "chat_id" in columns:
+        return BAILIAN
     if {"hash_ids", "input_length"} <= columns:
         return MOONCAKE
     if columns >= TRACELAB_COLUMNS:

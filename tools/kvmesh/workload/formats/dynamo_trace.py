@@ -17,7 +17,7 @@ from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.block_ids import match_block_ids
 from kvmesh.workload.reading.options import ReadOptions
 from kvmesh.workload.reading.recorded import follow
-from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, decoded, packed, parsed, reason_of
+from kvmesh.workload.reading.rows import TraceRow, decoded, moment, packed, parsed, reason_of
 from kvmesh.workload.reading.source import TraceFile
 
 SCHEMAS = ("dynamo.request.trace.v1", "dynamo.agent.trace.v1")
@@ -46,7 +46,7 @@ class DynamoRequest(Struct, kw_only=True):
     request_id: str = ""
     input_tokens: SomeTokens | None = None
     output_tokens: Tokens | None = None
-    request_received_ms: float | None = None
+    request_received_ms: float | str | None = None
     total_time_ms: float | None = None
     input_trigger: str = ""
     finish_reason_metadata: dict[str, Any] = {}
@@ -56,7 +56,7 @@ class DynamoRequest(Struct, kw_only=True):
 class DynamoRecord(Struct, kw_only=True):
     schema: str
     event_type: str
-    event_time_unix_ms: float
+    event_time_unix_ms: float | str
     agent_context: DynamoContext | None = None
     request: DynamoRequest | None = None
     tool: dict[str, Any] | None = None
@@ -99,7 +99,7 @@ class _Reader:
                 self.found += 1
                 row = self._row(record, record.request, file, line)
                 self.sessions.setdefault(row.session or f"request {self.found}", []).append(row)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError) as error:
             self.found += 1
             self._repairs.note(line, reason_of(error), "dropped the line")
 
@@ -114,7 +114,9 @@ class _Reader:
     def _add_tool(self, record: DynamoRecord) -> None:
         session, _ = _session(record)
         name = str((record.tool or {}).get("tool_class") or TOOL)
-        self.tools.setdefault(session or "", []).append((record.event_time_unix_ms, name))
+        self.tools.setdefault(session or "", []).append(
+            (moment(record.event_time_unix_ms, 1.0), name)
+        )
 
     def _row(self, record: DynamoRecord, one: DynamoRequest, file: int, line: int) -> TraceRow:
         session, parent = _session(record)
@@ -124,42 +126,34 @@ class _Reader:
             raise msgspec.ValidationError("Object missing required field `input_tokens`")
         self._without_hashes += replay is None
         took = one.total_time_ms or 0.0
-        begin = one.request_received_ms
-        if begin is None:
-            begin = record.event_time_unix_ms - took
-        output = OUTPUT_TOKENS if one.output_tokens is None else one.output_tokens
+        written = moment(record.event_time_unix_ms, 1.0)
+        received = one.request_received_ms
+        begin = written - took if received is None else moment(received, 1.0)
         cancelled = one.finish_reason_metadata.get("finish_reason") == "cancelled"
         context = record.agent_context or DynamoContext()
         return TraceRow(
             line=line,
             file=file,
             input_length=tokens,
-            output_length=output,
+            output_length=one.output_tokens,
             ids=packed(replay.input_sequence_hashes) if replay else [],
             block_size=replay.trace_block_size if replay else 1,
             time=begin,
-            end=begin + took if took else max(begin, record.event_time_unix_ms),
+            end=begin + took if took else max(begin, written),
             delay=-1.0,
             request_id=f"{self.found}",
             session=session,
             parent=parent,
             wait=_wait(one.input_trigger),
-            abort_after=max(1, output) if cancelled else None,
+            abort_after=max(1, one.output_tokens or 0) if cancelled else None,
             ends=context.trajectory_final or context.session_final,
         )
 
 
 def _bare(fields: dict[str, Any]) -> dict[str, Any]:
-    """The record without the envelope of a sink, and without fields that are null."""
+    """The record without the envelope of a sink."""
     event = fields.get("event")
-    record = event if isinstance(event, dict) and "schema" in event else fields
-    return {key: _present(value) for key, value in record.items()}
-
-
-def _present(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _present(each) for key, each in value.items() if each is not None}
-    return value
+    return event if isinstance(event, dict) and "schema" in event else fields
 
 
 def _session(record: DynamoRecord) -> tuple[str | None, str | None]:

@@ -7,9 +7,7 @@ closed-loop turns: a turn starts `delay` ms after the end of the previous one. A
 Dynamo's `mooncake-delta` spell later turns of a session as increments of the prompt.
 """
 
-import re
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -22,7 +20,6 @@ from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.block_ids import match_block_ids
 from kvmesh.workload.reading.options import ReadOptions
 from kvmesh.workload.reading.rows import (
-    OUTPUT_TOKENS,
     TraceRow,
     decoded,
     moment,
@@ -64,9 +61,6 @@ class MooncakeRow(Struct, kw_only=True, omit_defaults=True):
     delay_ms: Milliseconds | None = None
 
 
-NAMES = ("request_id", "session_id", "parent_session_id", "wait_for")
-
-
 def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> ReadTrace:
     """The trace in the files; raises TraceError or OSError."""
     reader = _Reader(options, repairs)
@@ -93,16 +87,14 @@ class _Reader:
         self._block_size = options.trace_block_size or BLOCK_SIZE
         self._repairs = repairs
         self._decode = msgspec.json.Decoder(MooncakeRow).decode
-        self._without_ids = self._without_output = 0
+        self._without_ids = 0
 
     def add(self, file: int, line: int, record: bytes | str | dict[str, Any]) -> None:
         self.found += 1
         try:
             row = self._row(self._parse(record), file, line)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError) as error:
             self._repairs.note(line, reason_of(error), "dropped the line")
-        except ValueError as error:
-            self._repairs.note(line, str(error), "dropped the line")
         else:
             self.rows.append(row)
 
@@ -118,27 +110,18 @@ class _Reader:
             row.time is None and row.session is None and not row.wait_for for row in self.rows
         ):
             self._repairs.assume(f"{counted(loose, 'request')} without a time start with the first")
-        if self._without_output:
-            self._repairs.assume(
-                f"{self._without_output:,} requests without output_length: "
-                f"{OUTPUT_TOKENS} tokens assumed"
-            )
 
     def _parse(self, record: bytes | str | dict[str, Any]) -> MooncakeRow:
         if isinstance(record, bytes):
             try:
                 return self._decode(record)
             except msgspec.DecodeError:
-                record = decoded(record)
-        if isinstance(record, str):
-            raise ValueError(record)
-        fields = {key: value for key, value in record.items() if value not in (None, "")}
+                pass
+        fields = decoded(record)
         for name in ("timestamp", "created_time"):
-            if isinstance(fields.get(name), str):
-                fields[name] = moment(fields[name], self._unit) / self._unit
-        if "hash_ids" in fields:
-            fields["hash_ids"] = _ids(fields["hash_ids"])
-        return parsed(fields, MooncakeRow, NAMES)
+            if isinstance(value := fields.get(name), str) and value:
+                fields[name] = moment(value, self._unit) / self._unit
+        return parsed(fields, MooncakeRow)
 
     def _row(self, row: MooncakeRow, file: int, line: int) -> TraceRow:
         size = row.block_size or self._block_size
@@ -149,12 +132,11 @@ class _Reader:
         time = row.created_time if row.timestamp is None else row.timestamp
         delay = row.delay_ms if row.delay is None else row.delay * self._unit
         self._without_ids += not row.hash_ids
-        self._without_output += output is None
         return TraceRow(
             line=line,
             file=file,
             input_length=tokens,
-            output_length=OUTPUT_TOKENS if output is None else output,
+            output_length=output,
             ids=packed(row.hash_ids or []),
             block_size=size,
             time=None if time is None else time * self._unit,
@@ -169,19 +151,3 @@ class _Reader:
             fair_class=row.fair_class,
             abort_after=row.abort_after,
         )
-
-
-def _ids(value: Any) -> Any:
-    """Block ids as numbers: those that are text by their hash, those of a table as a list."""
-    if isinstance(value, str):
-        value = re.findall(r"[^\s,;\[\]()'\"]+", value)
-    if not isinstance(value, list):
-        return value
-    return [_id(each) if isinstance(each, str) else each for each in value]
-
-
-def _id(text: str) -> int | float:
-    try:
-        return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
-    except ValueError:
-        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

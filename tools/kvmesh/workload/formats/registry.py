@@ -116,7 +116,7 @@ def _of_one_format(
         if other is not format_:
             raise FormatError(
                 f"{file} is {other.name}, but {first} is {format_.name}: "
-                "the files of one workload have one format"
+                "the files of one workload have one format; name those alone (FOLDER/*.json)"
             )
     reasons = []
     if left_out:

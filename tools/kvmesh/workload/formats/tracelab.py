@@ -8,6 +8,7 @@ the next round starts `tool_wait_after_ms` after its end. `arrival_time` (ms) st
 
 import csv
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,23 @@ import msgspec
 from msgspec import Struct
 
 from kvmesh.workload.errors import Problem, Repairs, TraceError, WorkloadError
-from kvmesh.workload.model import Milliseconds, Round, Session, Tokens, Workload
-from kvmesh.workload.reading.assembly import ReadTrace
+from kvmesh.workload.model import LIMIT, Milliseconds, Round, Session, Tokens, Workload
+from kvmesh.workload.reading.assembly import UNIT_HINT, ReadTrace
 from kvmesh.workload.reading.options import ReadOptions
-from kvmesh.workload.reading.rows import parsed, reason_of
+from kvmesh.workload.reading.rows import OUTPUT_TOKENS, moment, note_outputs, parsed, reason_of
 from kvmesh.workload.reading.source import TraceFile
+from kvmesh.workload.reading.unix_times import unix_scale
 from kvmesh.workload.reading.window import planned_starts
 from kvmesh.workload.tree import Tree
 
 
 class TracelabRow(Struct, kw_only=True):
     session_id: str
-    arrival_time: Milliseconds = 0.0
+    arrival_time: float = 0.0
     round_idx: Tokens
     prefix_len: Tokens
     input_len: Tokens
-    output_len: Tokens
+    output_len: Tokens | None = None
     tool_wait_after_ms: Milliseconds = 0.0
 
 
@@ -50,6 +52,12 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
         nothing = Problem(1, "no sessions in this file", "")
         raise TraceError(files[0].path, repairs.problems or [nothing])
     sessions.sort(key=lambda rows: rows[0][1].arrival_time)
+    _normalise_times(sessions, paths, options, repairs)
+    every = [row for rows in sessions for _, row in rows]
+    missing = [row for row in every if row.output_len is None]
+    for row in missing:
+        row.output_len = OUTPUT_TOKENS
+    note_outputs(len(missing), repairs)
     workload = _assemble(sessions, paths, repairs)
     first = sum(rows[0][1].prefix_len for rows in sessions)
     if first:
@@ -75,33 +83,50 @@ def _sessions(
             repairs.note(number, fields, "dropped the line")
             continue
         try:
-            row = parsed(_named(fields), TracelabRow)
-        except msgspec.ValidationError as error:
+            named = _named(fields)
+            named["arrival_time"] = moment(named.get("arrival_time") or 0.0, unit)
+            if not isfinite(named["arrival_time"]):
+                raise ValueError("a finite number expected - at `arrival_time`")
+            row = parsed(named, TracelabRow)
+        except (msgspec.ValidationError, ValueError) as error:
             repairs.note(number, reason_of(error), "dropped the line")
             continue
-        row.arrival_time *= unit
         sessions.setdefault(row.session_id, []).append((number, row))
     return sessions
 
 
 def _named(fields: dict[str, str]) -> dict[str, Any]:
-    """The fields under their usual names; an empty cell is an absent field."""
-    return {
-        "session_id" if name == "id" else name: None if value == "" else value
-        for name, value in fields.items()
-    }
+    """The fields under their usual names."""
+    return {"session_id" if name == "id" else name: value for name, value in fields.items()}
+
+
+def _normalise_times(
+    sessions: list[list[tuple[int, TracelabRow]]],
+    paths: dict[int, Path],
+    options: ReadOptions,
+    repairs: Repairs,
+) -> None:
+    """Let the first session start at 0, and drop those that start too long after it."""
+    firsts = [rows[0][1] for rows in sessions]
+    origin = firsts[0].arrival_time
+    scale = unix_scale((row.arrival_time for row in firsts), options, "ms", repairs)
+    for rows in list(sessions):
+        line, first = rows[0]
+        first.arrival_time = (first.arrival_time - origin) * scale
+        if not first.arrival_time <= LIMIT * 1e3:
+            repairs.file = paths[id(rows)]
+            reason = f"arrival_time {first.arrival_time:g} ms after that of the first session"
+            repairs.note(line, reason, "dropped the session", UNIT_HINT)
+            sessions.remove(rows)
 
 
 def _assemble(
     sessions: list[list[tuple[int, TracelabRow]]], paths: dict[int, Path], repairs: Repairs
 ) -> Workload:
     tree = Tree()
-    origin = sessions[0][0][1].arrival_time
     drafts: list[tuple[float, int, Round]] = []
     for index, rows in enumerate(sessions):
         repairs.file = paths[id(rows)]
-        for _, row in rows:
-            row.arrival_time -= origin
         _order(rows, repairs)
         drafts.extend(_chain(index, rows, tree, repairs))
     drafts.sort(key=lambda draft: draft[0])
@@ -144,13 +169,13 @@ def _chain(
             branch=branch,
             output_branch=branch,
             input_tokens=tokens,
-            output_tokens=row.output_len,
+            output_tokens=row.output_len or 0,
             at_s=wait_s if index else clock,
             wait="tool" if wait_s else "",
         )
         clock += wait_s
         chain.append((clock, index, round_))
-        held = tokens + row.output_len
+        held = tokens + round_.output_tokens
         wait_s = row.tool_wait_after_ms / 1e3
     return chain
 

@@ -6,7 +6,6 @@ the `tools` that the answer called.
 """
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 
 import msgspec
 from msgspec import Struct
@@ -16,8 +15,9 @@ from kvmesh.workload.model import HUMAN, TOOL, SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.options import ReadOptions
 from kvmesh.workload.reading.recorded import follow
-from kvmesh.workload.reading.rows import TraceRow, decoded, parsed
+from kvmesh.workload.reading.rows import TraceRow, decoded, moment, parsed, reason_of
 from kvmesh.workload.reading.source import TraceFile
+from kvmesh.workload.reading.unix_times import rescale_unix_times
 from kvmesh.workload.tree import Tree
 
 INPUT_EVENTS = ("user_message", "tool_result")
@@ -25,7 +25,7 @@ INPUT_EVENTS = ("user_message", "tool_result")
 
 class TracelabEvent(Struct, kw_only=True):
     event_type: str
-    timestamp: str = ""
+    timestamp: float | str = ""
 
 
 class TracelabTool(Struct, kw_only=True):
@@ -38,7 +38,7 @@ class TracelabRound(Struct, kw_only=True):
     round_index: int
     input_tokens_total: SomeTokens
     prefix_tokens: Tokens = 0
-    output_tokens: Tokens = 0
+    output_tokens: Tokens | None = None
     provider: str = ""
     project: str = ""
     model: str = ""
@@ -49,8 +49,8 @@ class TracelabRound(Struct, kw_only=True):
         """Unix milliseconds of the request (its last input) and of its last output, if known."""
         inputs = [e.timestamp for e in self.timing_events if e.event_type in INPUT_EVENTS]
         outputs = [e.timestamp for e in self.timing_events if e.event_type not in INPUT_EVENTS]
-        begins = [_milliseconds(text) for text in inputs if text]
-        ends = [_milliseconds(text) for text in outputs if text]
+        begins = [moment(time, 1.0) for time in inputs if time != ""]
+        ends = [moment(time, 1.0) for time in outputs if time != ""]
         if not begins and not ends:
             return None
         begin = max(begins) if begins else min(ends)
@@ -65,11 +65,6 @@ class TracelabRound(Struct, kw_only=True):
         return max(tools, key=lambda tool: tool.result_at or "").tool_name if tools else TOOL
 
 
-def _milliseconds(text: str) -> float:
-    time = datetime.fromisoformat(text)
-    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1e3
-
-
 def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> ReadTrace:
     """The trace in the files; raises TraceError or OSError."""
     sessions: dict[str, list[tuple[TraceRow, TracelabRound]]] = {}
@@ -82,9 +77,11 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
                 one = parsed(decoded(record), TracelabRound)
                 row = _row(one, number, line, found)
             except (msgspec.MsgspecError, ValueError) as error:
-                repairs.note(line, str(error).replace("`$.", "`"), "dropped the line")
+                repairs.note(line, reason_of(error), "dropped the line")
                 continue
             sessions.setdefault(one.session_id, []).append((row, one))
+    every = [row for members in sessions.values() for row, _ in members]
+    rescale_unix_times(every, options, "ms", repairs)
     assembly = Assembly(files, repairs)
     heads = _Heads(assembly.tree)
     for members in sessions.values():

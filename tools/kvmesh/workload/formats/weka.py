@@ -41,7 +41,7 @@ class WekaEntry(Struct, kw_only=True, rename={"input": "in", "output": "out"}):
     t: float
     type: str = "n"
     input: Tokens = 0
-    output: Tokens = 0
+    output: Tokens | None = None
     hash_ids: list[int] = []
     input_types: list[str] = []
     api_time: float | None = None
@@ -53,9 +53,9 @@ class WekaEntry(Struct, kw_only=True, rename={"input": "in", "output": "out"}):
 
 
 class WekaFile(Struct, kw_only=True):
-    id: str | int
     block_size: SomeTokens
     requests: list[WekaEntry]
+    id: str | int = ""
     hash_id_scope: str = "local"
 
 
@@ -86,10 +86,17 @@ def _relative(files: Sequence[TraceFile]) -> bool:
                 session = record_of(record, WekaTimesFile)
             except msgspec.MsgspecError:
                 continue
-            for entry in session.requests:
-                if any(inner.t < entry.t - ROUNDING_MS / 1e3 for inner in entry.requests):
-                    return True
+            if any(map(_precedes_its_start, session.requests)):
+                return True
     return False
+
+
+def _precedes_its_start(entry: WekaTimes) -> bool:
+    """True if a request of a subagent, or of one that it started, is before its entry."""
+    return any(
+        inner.t < entry.t - ROUNDING_MS / 1e3 or _precedes_its_start(inner)
+        for inner in entry.requests
+    )
 
 
 class _Reader:
@@ -98,6 +105,7 @@ class _Reader:
         self.rows: list[TraceRow] = []
         self.sessions = 0
         self._requests = 0
+        self._files = files
         self._names: set[str] = set()
         self._repairs = repairs
         self._unit = options.milliseconds("s")
@@ -105,37 +113,41 @@ class _Reader:
         self._scope = self._size = 0
         self._line = (0, 0)
 
-    def add(self, session: WekaFile, file: int, line: int) -> None:
+    def add(self, session: WekaFile, number: int, line: int) -> None:
         """Add the rows of a session; their ids end with it, so they are resolved at once."""
         self.sessions += 1
-        self._line = (file, line)
+        self._line = (number, line)
         self._scope = self.sessions if session.hash_id_scope == "local" else 0
         self._size = session.block_size
-        name = f"{session.id}"
+        name = f"{session.id}" or self._files[number].path.name.partition(".")[0]
         if name in self._names:
             name = f"{name}-{self.sessions}"
         self._names.add(name)
         main = [self._row(entry, name) for entry in session.requests if entry.type != CHILD]
         follow(main, ROUNDING_MS)
-        for entry in session.requests:
-            if entry.type == CHILD:
-                self._add_child(entry, name, main)
         self.rows += main
+        self._add_children(session.requests, name, main, 0.0)
 
-    def _add_child(self, entry: WekaEntry, parent: str, main: list[TraceRow]) -> None:
+    def _add_children(
+        self, entries: list[WekaEntry], parent: str, main: list[TraceRow], begin: float
+    ) -> None:
+        """Add the subagents among the entries of `parent`, whose times count from `begin`."""
+        for entry in entries:
+            if entry.type == CHILD:
+                start = begin + entry.t * self._unit if self._relative else 0.0
+                self._add_child(entry, parent, main, start)
+
+    def _add_child(self, entry: WekaEntry, parent: str, main: list[TraceRow], start: float) -> None:
         name = f"{parent}/{entry.agent_id or f'subagent-{entry.t:g}'}"
-        rows = [self._row(inner, name) for inner in entry.requests]
-        if not rows:
-            return
-        if self._relative:
-            for row in rows:
-                row.time = (row.time or 0.0) + entry.t * self._unit
-                row.end = (row.end or 0.0) + entry.t * self._unit
+        rows = [self._row(inner, name) for inner in entry.requests if inner.type != CHILD]
         for row in rows:
+            row.time, row.end = (row.time or 0.0) + start, (row.end or 0.0) + start
             row.parent, row.kind = parent, entry.subagent_type
-        follow(rows, ROUNDING_MS)
-        _join(rows, main, entry.status == COMPLETED)
+        if rows:
+            follow(rows, ROUNDING_MS)
+            _join(rows, main, entry.status == COMPLETED)
         self.rows += rows
+        self._add_children(entry.requests, name if rows else parent, rows or main, start)
 
     def _row(self, entry: WekaEntry, session: str) -> TraceRow:
         time = entry.t * self._unit

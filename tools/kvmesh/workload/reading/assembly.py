@@ -11,7 +11,7 @@ from kvmesh.workload.errors import Problem, Repairs, TraceError
 from kvmesh.workload.model import LIMIT, Round, Session, Workload
 from kvmesh.workload.ordering import topological_order
 from kvmesh.workload.reading.prefixes import SharedPrefixes, joined, shared_prefixes
-from kvmesh.workload.reading.rows import TraceRow
+from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, note_outputs
 from kvmesh.workload.reading.source import TraceFile
 from kvmesh.workload.reading.tree_builder import TreeBuilder
 from kvmesh.workload.tree import Tree
@@ -64,6 +64,7 @@ class Assembly:
             self._repairs.check(found)
             nothing = Problem(1, "no requests in this file", "", self._path(0))
             raise TraceError(self._path(0), self._repairs.problems or [nothing])
+        self._assume_outputs(rows)
         self._normalise_times(rows)
         self._make_ids_unique(rows)
         self._order(rows, ordered)
@@ -87,6 +88,13 @@ class Assembly:
     def _note(self, row: TraceRow, reason: str, repair: str, hint: str = "") -> None:
         self._repairs.file = self._path(row.file)
         self._repairs.note(row.line, reason, repair, hint)
+
+    def _assume_outputs(self, rows: list[TraceRow]) -> None:
+        """Set the lengths of outputs that the trace does not state."""
+        missing = [row for row in rows if row.output_length is None]
+        for row in missing:
+            row.output_length = OUTPUT_TOKENS
+        note_outputs(len(missing), self._repairs)
 
     def _normalise_times(self, rows: list[TraceRow]) -> None:
         """Make the earliest time 0, and drop rows too long after it."""
@@ -209,7 +217,7 @@ class Assembly:
             branch=branch,
             output_branch=branch if row.grows else self.tree.fork(branch, tokens),
             input_tokens=tokens,
-            output_tokens=row.output_length,
+            output_tokens=row.output_length or 0,
             at_s=(row.delay if after else row.time or 0.0) / 1e3,
             after=after,
             wait=row.wait if after else "",

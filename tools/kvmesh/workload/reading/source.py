@@ -19,6 +19,7 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".traj")
 PEEKED_LINES = 50
 MOST_PACKINGS = 3  # gzip within gzip
 DELIMITERS = ",;\t|"
+csv.field_size_limit((1 << 31) - 1)  # a cell may be a prompt
 _GZIP = b"\x1f\x8b"
 _MARK = b"\xef\xbb\xbf"
 _DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
@@ -125,21 +126,27 @@ EXCESS = "\0"
 
 
 class Table:
-    """Rows of a CSV file as dictionaries, with the problems of lines that have other columns."""
+    """Rows of a CSV file as dictionaries, with the problems of lines that have other columns.
+
+    Names of columns are in lower case.
+    """
 
     def __init__(self, file: TraceFile) -> None:
         self._file = file
+        self._is_whole = True  # the last line that was read ends with a line break
         header = file.head[0] if file.head else b""
         delimiter = max(DELIMITERS, key=lambda each: header.count(each.encode()))
         self._reader = csv.DictReader(self._text(), restkey=EXCESS, delimiter=delimiter)
         try:
-            self.columns = [name.strip() for name in self._reader.fieldnames or ()]
+            self.columns = [name.strip().lower() for name in self._reader.fieldnames or ()]
         except csv.Error as error:
             raise file.error(1, str(error)) from error
         self._reader.fieldnames = self.columns
 
     def _text(self) -> Iterator[str]:
-        return (line.decode("utf-8", "replace") for _, line in self._file.all_lines())
+        for _, line in self._file.all_lines():
+            self._is_whole = line.endswith(b"\n")
+            yield line.decode("utf-8", "replace")
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any] | str]]:
         """(line, fields by column, or the reason why there are none)."""
@@ -151,8 +158,12 @@ class Table:
             except csv.Error as error:
                 yield self._reader.reader.line_num, str(error)
                 continue
-            excess = EXCESS in fields
-            yield self._reader.line_num, "more fields than columns" if excess else fields
+            if EXCESS in fields:
+                yield self._reader.line_num, "more fields than columns"
+            elif not self._is_whole and None in fields.values():
+                yield self._reader.line_num, "a line that is cut off"
+            else:
+                yield self._reader.line_num, fields
 
 
 def _is_object(text: bytes) -> bool:

@@ -1,5 +1,6 @@
 """The requests in one record with texts or messages."""
 
+from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -8,11 +9,17 @@ from msgspec import Struct
 
 from kvmesh.workload.model import HUMAN, TOOL
 from kvmesh.workload.reading.options import TimeUnit
+from kvmesh.workload.reading.rows import name_of
 
 ANSWERS = ("assistant", "gpt", "ai", "model", "bot", "chatgpt", "bing", "bard")
 TOOLS = ("tool", "function", "observation", "ipython", "environment")
 CONVERSATIONS = ("conversations", "conversation", "history", "messages", "trajectory")
 PROMPTS = ("text_input", "text", "prompt", "question", "instruction", "input", "query", "content")
+TEXTS = (
+    ("reasoning_content", "reasoning", "thinking", "summary"),
+    ("content", "value", "text", "output"),
+)
+CALLS = ("tool_calls", "function_call", "input", "arguments")
 OUTPUTS = ("output", "response", "completion", "answer")
 OUTPUT_TOKENS = (
     "output_length",
@@ -21,6 +28,8 @@ OUTPUT_TOKENS = (
     "completion_tokens_count",
     "completion_tokens",
     "expected_output_len",
+    "max_completion_tokens",
+    "max_output_tokens",
     "max_tokens",
 )
 
@@ -28,15 +37,15 @@ OUTPUT_TOKENS = (
 class TextRequest(Struct, kw_only=True):
     """A request as text.
 
-    `time` is in `unit`. With `grows`, the prompt is what a turn adds to the conversation; with
-    `adds`, the format leaves open which of both it is.
+    `time` is in `unit`, or a date. With `grows`, the prompt is what a turn adds to the
+    conversation; with `adds`, the format leaves open which of both it is.
     """
 
     prompt: bytes
     session: str | None = None
     output: bytes | None = None
     output_tokens: int | None = None
-    time: float | None = None
+    time: float | str | None = None
     unit: TimeUnit = "ms"
     delay_ms: float | None = None
     grows: bool = False
@@ -59,7 +68,7 @@ def requests_of(record: Mapping[str, Any], name: str) -> Iterator[TextRequest]:
         return _turns(fields, name)
     conversation = next((fields[key] for key in CONVERSATIONS if _is_list(fields, key)), None)
     if conversation is not None and not _is_one_request(fields, conversation):
-        return _answers(_steps(conversation), _session(fields) or name)
+        return _answers(fields, _steps(conversation), _session(fields) or name)
     return iter([_single(fields, conversation)])
 
 
@@ -102,38 +111,43 @@ def _single(fields: Mapping[str, Any], conversation: list[Any] | None) -> TextRe
 
 
 def _prompt(fields: Mapping[str, Any], conversation: list[Any] | None) -> bytes:
-    head = b""
-    if _is_list(fields, "tools"):
-        head = msgspec.json.encode(fields["tools"])
+    head = _head(fields)
     if conversation is not None:
         return head + b"".join(map(_rendered, _steps(conversation)))
     if _is_list(fields, "texts"):
         return head + "\n".join(map(str, fields["texts"])).encode()
-    system = fields.get("system_prompt") or fields.get("system") or ""
     for key in PROMPTS:
         value = fields.get(key)
         if isinstance(value, str):
-            return head + f"{system}{value}".encode()
+            return head + value.encode()
+        if isinstance(value, list) and all(type(each) is int for each in value):
+            return head + array("I", value).tobytes()  # token ids, of TOKEN_BYTES each
         if isinstance(value, list) and value:
             return head + b"".join(_rendered(each) for each in value)
     raise msgspec.ValidationError("no text, messages or answer in this record")
 
 
-def _time(fields: Mapping[str, Any]) -> tuple[float | None, TimeUnit]:
+def _head(fields: Mapping[str, Any]) -> bytes:
+    """The tools and instructions before all messages, which have a field of their own."""
+    tools = fields.get("tools") or b""
+    names = ("system_prompt", "system", "instructions")
+    system = next((fields[name] for name in names if fields.get(name)), "")
+    return (msgspec.json.encode(tools) if isinstance(tools, list) else _text(tools)) + _text(system)
+
+
+def _time(fields: Mapping[str, Any]) -> tuple[float | str | None, TimeUnit]:
     if fields.get("session_timestamp") is not None:
-        return float(fields["session_timestamp"]), "s"
+        return fields["session_timestamp"], "s"
     if fields.get("timestamp") is not None:
         recorded = "input" in fields and "session_id" in fields
-        return float(fields["timestamp"]), "s" if recorded else "ms"
-    if fields.get("relative_timestamp") is not None:
-        return float(fields["relative_timestamp"]), "s"
-    return None, "ms"
+        return fields["timestamp"], "s" if recorded else "ms"
+    return fields.get("relative_timestamp"), "s"
 
 
 def _session(fields: Mapping[str, Any]) -> str | None:
     for key in ("session_id", "conversation_id", "instance_id", "traj_id", "id"):
         if fields.get(key) is not None:
-            return str(fields[key])
+            return str(name_of(fields[key]))
     return None
 
 
@@ -173,21 +187,25 @@ def _steps(conversation: list[Any]) -> list[Any]:
     return messages
 
 
-def _answers(messages: list[Any], session: str) -> Iterator[TextRequest]:
-    """A request per answer; its prompt is all that was said before."""
+def _answers(fields: Mapping[str, Any], messages: list[Any], session: str) -> Iterator[TextRequest]:
+    """A request per answer; its prompt is all that was said before, from the record's time on."""
     prompt = bytearray()
     before = ""
+    time, unit = _time(fields)
     for message in messages:
         role = _role(message)
         text = _rendered(message)
         if role in ANSWERS and prompt:
             yield TextRequest(
-                prompt=bytes(prompt),
+                prompt=_head(fields) + prompt,
                 session=session,
                 output=text,
-                delay_ms=0.0,
+                time=time,
+                unit=unit,
+                delay_ms=0.0 if time is None else None,
                 wait=TOOL if before in TOOLS else HUMAN,
             )
+            time = None
         prompt += text
         before = role
 
@@ -204,22 +222,19 @@ def _rendered(message: Any) -> bytes:
         return message.encode() + b"\n"
     if not isinstance(message, dict):
         raise TypeError(f"Expected `object` or `str`, got `{type(message).__name__}` - in messages")
-    parts = [_role(message).encode(), b"\n"]
-    content = next((message[k] for k in ("content", "value", "text") if message.get(k)), "")
-    parts += [_part(part) for part in (content if isinstance(content, list) else [content])]
-    if message.get("tool_calls"):
-        parts.append(msgspec.json.encode(message["tool_calls"]))
-    return b"".join([*parts, b"\n"])
+    return b"%b\n%b\n" % (_role(message).encode(), _text(message))
 
 
-def _part(part: Any) -> bytes:
-    """The text of a part of a message; images and the like have none."""
+def _text(part: Any) -> bytes:
+    """The text of a message or of a part of it; images and the like have none."""
     if isinstance(part, str):
         return part.encode()
+    if isinstance(part, list):
+        return b"".join(map(_text, part))
     if not isinstance(part, dict):
         return b""
-    for key in ("text", "thinking", "content"):
-        if isinstance(part.get(key), str):
-            return str(part[key]).encode()
-    called = part.get("input") or part.get("arguments")
-    return msgspec.json.encode(called) if called else b""
+    found = [_text(next((part[key] for key in keys if part.get(key)), "")) for keys in TEXTS]
+    calls = next((part[key] for key in CALLS if part.get(key)), "")
+    return b"".join(found) + (
+        _text(calls) if isinstance(calls, str) else msgspec.json.encode(calls)
+    )

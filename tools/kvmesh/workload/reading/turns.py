@@ -53,7 +53,7 @@ def _increments(pairs: list[tuple[TraceRow, TraceRow]]) -> bool:
         if before.ids and after.ids and before.input_length >= before.block_size
     ]
     repeats = full or [
-        after.input_length >= before.input_length + before.output_length
+        after.input_length >= before.input_length + (before.output_length or 0)
         for before, after in pairs
         if bool(before.ids) == bool(after.ids)
     ]

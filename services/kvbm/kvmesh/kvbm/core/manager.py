@@ -148,7 +148,13 @@ class Manager:
     def _answer(self, message: WorkerRequest, worker: AttachedWorker) -> Reply | ParkedFetch:
         match message:
             case Offer() | Fetch():
-                return self._with_prompt(message, worker)
+                prompt = worker.prompt(message)
+                if prompt is None:
+                    return Incomplete()
+                self.store.operation.request = prompt.request
+                if isinstance(message, Offer):
+                    return self._offer(message, prompt, worker)
+                return self._fetch(message, prompt, worker)
             case Commit():
                 return self._commit(message, worker)
             case Await():
@@ -158,19 +164,12 @@ class Manager:
             case Computed(_, request):
                 self._advance(self.in_progress.end((worker.number, request)))
             case Corrupt(_, _, digests):
-                return self._corrupt(digests)
+                dropped = self.store.drop_corrupt(split_digests(digests))
+                self._advance(())
+                return Done(dropped)
             case Detach():
                 self.detach(worker, self.store.now)
         return Done()
-
-    def _with_prompt(self, message: Offer | Fetch, worker: AttachedWorker) -> Reply | ParkedFetch:
-        prompt = worker.prompt(message)
-        if prompt is None:
-            return Incomplete()
-        self.store.operation.request = prompt.request
-        if isinstance(message, Offer):
-            return self._offer(message, prompt, worker)
-        return self._fetch(message, prompt, worker)
 
     def _offer(self, message: Offer, prompt: PromptBlocks, worker: AttachedWorker) -> Wanted:
         alone = self.store.remote is None
@@ -242,11 +241,6 @@ class Manager:
     def _read_ticket(self, number: int, worker: AttachedWorker) -> ReadTicket | None:
         ticket = self.onboarding.tickets.get(number)
         return ticket if ticket is not None and ticket.attachment == worker.number else None
-
-    def _corrupt(self, digests: bytes) -> Done:
-        dropped = self.store.drop_corrupt(split_digests(digests))
-        self._advance(())
-        return Done(dropped)
 
     def _end_ticket(self, number: int) -> None:
         write = self.write_through.tickets.get(number)

@@ -115,7 +115,13 @@ class ClaimsExchange:
 
     def _on_card(self, card: Instance) -> None:
         if self._is_peer(card):
-            self._send_current_claims(card)
+            # Send the current claims of models that are new to a peer, as it missed them
+            models = frozenset(card.store.layouts if card.store is not None else ())
+            subject = self._bus.subjects.computing_before(card.instance)
+            for model in models - self._introduced.get(card.instance, frozenset()):
+                for message in self._claims.current(model):
+                    self._post(subject, message)
+            self._introduced[card.instance] = models
             self._on_peer_card(card)
 
     def _on_leave(self, card: Instance) -> None:
@@ -133,15 +139,6 @@ class ClaimsExchange:
     def publish(self, messages: Iterable[ClaimMessage]) -> None:
         for message in messages:
             self._post(self._bus.subjects.computing(message.model), message)
-
-    def _send_current_claims(self, card: Instance) -> None:
-        """Send the current claims of models that are new to a peer, as it missed them."""
-        models = frozenset(card.store.layouts if card.store is not None else ())
-        subject = self._bus.subjects.computing_before(card.instance)
-        for model in models - self._introduced.get(card.instance, frozenset()):
-            for message in self._claims.current(model):
-                self._post(subject, message)
-        self._introduced[card.instance] = models
 
     def _post(self, subject: str, claim: ClaimMessage) -> None:
         digests = b"".join(claim.digests)

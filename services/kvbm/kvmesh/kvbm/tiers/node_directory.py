@@ -73,18 +73,14 @@ def reclaim() -> None:
     """Remove this user's default directories without living processes."""
     for path in MEMORY.glob(f"{_own()}*"):
         with suppress(DirectoryError, OSError):
-            _reclaim(path)
-
-
-def _reclaim(path: Path) -> None:
-    lock = _locked(path)
-    try:
-        if not any(map(_is_held, path.glob(WORKER_LOCKS))):
-            _clear(path)
-            _remove(path, with_directory=True)
-            log.info("removed files of a dead process in %s", path)
-    finally:
-        os.close(lock)
+            lock = _locked(path)
+            try:
+                if not any(map(_is_held, path.glob(WORKER_LOCKS))):
+                    _clear(path)
+                    _remove(path, with_directory=True)
+                    log.info("removed files of a dead process in %s", path)
+            finally:
+                os.close(lock)
 
 
 def _own() -> str:

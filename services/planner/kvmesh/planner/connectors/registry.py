@@ -33,14 +33,10 @@ def create_connector(
                 raise PlannerConfigError("the connector compose needs planner.compose_file")
             return ComposeConnector(settings.compose_file, pools, timeout_s)
         case "kubernetes":
-            return _kubernetes(settings, pools)
-
-
-def _kubernetes(settings: PlannerSettings, pools: Sequence[Pool]) -> Connector:
-    try:
-        from kvmesh.planner.connectors.kubernetes import KubernetesConnector
-    except ModuleNotFoundError as error:
-        raise PlannerConfigError(
-            f"the connector kubernetes needs the extra kubernetes: no module {error.name}"
-        ) from error
-    return KubernetesConnector(settings.namespace, pools, settings.connector_timeout_s)
+            try:
+                from kvmesh.planner.connectors.kubernetes import KubernetesConnector
+            except ModuleNotFoundError as error:
+                raise PlannerConfigError(
+                    f"the connector kubernetes needs the extra kubernetes: no module {error.name}"
+                ) from error
+            return KubernetesConnector(settings.namespace, pools, settings.connector_timeout_s)

@@ -175,7 +175,13 @@ class RouterCore:
         """Drop expired state; call about once a second. Returns the requests given up as lost."""
         self._predicted.expire(now)
         self.prefills.expire(now)
-        self._drop_gone(now)
+        # Drop requests of departed workers after a grace time: their end may be unpublished
+        cards, slots = self.table.cards, self.table.slot_of
+        gone = {instance for instance, _ in slots if instance not in cards}
+        self._gone_since = {instance: self._gone_since.get(instance, now) for instance in gone}
+        for (instance, _), slot in list(slots.items()) if gone else ():
+            if now - self._gone_since.get(instance, now) > GONE_GRACE_S:
+                self.active.drop_stale(slot, now - GONE_GRACE_S)
         if self.settings.learn_speeds:
             self.speeds.update(now, self.table.size)
         self.policies.tick(now)
@@ -183,15 +189,6 @@ class RouterCore:
         for request in lost:
             self.policies.on_freed(request, now)
         return lost
-
-    def _drop_gone(self, now: float) -> None:
-        """Drop requests of departed workers after a grace time: their end may be unpublished."""
-        cards, slots = self.table.cards, self.table.slot_of
-        gone = {instance for instance, _ in slots if instance not in cards}
-        self._gone_since = {instance: self._gone_since.get(instance, now) for instance in gone}
-        for (instance, _), slot in list(slots.items()) if gone else ():
-            if now - self._gone_since.get(instance, now) > GONE_GRACE_S:
-                self.active.drop_stale(slot, now - GONE_GRACE_S)
 
     # decisions
 

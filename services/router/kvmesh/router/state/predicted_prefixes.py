@@ -46,7 +46,9 @@ class PredictedPrefixes:
         end, _ = self._tree.add(slot, sequence_hashes)
         self._running[request] = _Placed(slot, end, now + self._patience)
         if len(self) > MAX_PROMPTS:
-            self._drop_oldest()
+            self._drop(
+                self._computed.popleft() if self._computed else self._running.popitem(last=False)[1]
+            )
 
     def computed(self, request: str, now: float) -> None:
         """The request has its first token, or has ended; unknown ones change nothing."""
@@ -81,11 +83,6 @@ class PredictedPrefixes:
             if placed.slot in gone:
                 self._drop(placed)
         self._computed = remaining
-
-    def _drop_oldest(self) -> None:
-        self._drop(
-            self._computed.popleft() if self._computed else self._running.popitem(last=False)[1]
-        )
 
     def _drop(self, placed: _Placed) -> None:
         self._tree.drop(placed.end, placed.slot)

@@ -204,7 +204,9 @@ class RetentionManager:
         for tail in changes.doubted:
             self._doubt_tail(tail, True, now)
         for tail in changes.dropped:
-            self._drop_confirmed(tail)
+            # Drop the unused blocks of a tail on which nothing else depends
+            for run in reversed(self._unused_runs(tail)):
+                self._drop_run(run, SUPERSEDED)
 
     def finish_request(
         self, held: "array[int]", request: RetentionRequest, now: float, first: int
@@ -447,11 +449,6 @@ class RetentionManager:
             if not run.refs and run.doubtful != doubtful:
                 run.doubtful = doubtful
                 self.evictable.update(run, self.eviction_rank(run, now))
-
-    def _drop_confirmed(self, tail: PromptTail[int]) -> None:
-        """Drop the unused blocks of a tail on which nothing else depends."""
-        for run in reversed(self._unused_runs(tail)):
-            self._drop_run(run, SUPERSEDED)
 
     def _drop_released(self, tail: PromptTail[int]) -> int:
         """Drop the unused blocks of a tail, and all below them; return their number."""

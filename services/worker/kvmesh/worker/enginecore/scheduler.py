@@ -342,8 +342,14 @@ class Scheduler:
             request.id, claims.session, held, self.blocks.now, claims.ahead, claims.conversation
         )
 
-    def _all_running(self) -> list[Sequence]:
-        return [*self.loading, *self.prefilling, *self.decoding.members]
+    def end_loading(self, sequence: Sequence, now: float) -> None:
+        """Let a sequence that waits for a kvbm continue at `now` without blocks from there."""
+        if sequence.state is not SequenceState.LOADING:
+            return
+        self.lock_held(sequence)
+        if not sequence.cached_reported:
+            sequence.cached = [sequence.computed]
+        sequence.ready_at = now
 
     def _finish_loading(self, now: float) -> None:
         arrived = [s for s in self.loading if s.ready_at <= now + TIME_RESOLUTION_S]
@@ -403,7 +409,7 @@ class Scheduler:
 
     def _allocate_or_preempt(self, sequence: Sequence, count: int) -> bool:
         while not self.blocks.allocate(count, sequence.request.id):
-            victim = max(self._all_running(), key=_SORT_KEY)
+            victim = max([*self.loading, *self.prefilling, *self.decoding.members], key=_SORT_KEY)
             self.remove(victim, SequenceState.WAITING)
             self.preemptions += 1
             self._enqueue(victim)

@@ -162,14 +162,11 @@ class Sequence:
         """Compute the hashes of the first `blocks` full blocks, generated tokens included."""
         while len(self.sequence_hashes) < blocks:
             previous = self.sequence_hashes[-1] if self.sequence_hashes else self.request.salt
-            tokens = self._block_tokens(len(self.sequence_hashes))
+            start = len(self.sequence_hashes) * self.block_size
+            head = self.request.tail if start < self.request.length else b""
+            first = max(start, self.request.length) - self.prompt_length
+            rest = self.request.source.slice(first, start + self.block_size - self.prompt_length)
+            tokens = head + array("I", rest).tobytes()
             local, sequence = block_hashes(tokens, self.block_size, previous)
             self.local_hashes.frombytes(local)
             self.sequence_hashes.frombytes(sequence)
-
-    def _block_tokens(self, block: int) -> bytes:
-        start = block * self.block_size
-        head = self.request.tail if start < self.request.length else b""
-        first = max(start, self.request.length) - self.prompt_length
-        rest = self.request.source.slice(first, start + self.block_size - self.prompt_length)
-        return head + array("I", rest).tobytes()

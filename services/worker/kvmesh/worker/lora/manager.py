@@ -193,7 +193,7 @@ class AdapterManager:
         folder = await self._folder(running.engine, command, deadline)
         identity = adapter_identity(name, folder.digest)
         while not await self._try_load(running, identity, folder, terms, deadline):
-            if not _left(deadline):
+            if _now() >= deadline:
                 raise AdapterError(f"requests still use the adapter that {name} replaced before")
             await asyncio.sleep(POLL_S)
         log.info("serving adapter %s from %s", identity, folder.path)
@@ -304,7 +304,3 @@ async def _read(folder: str, max_rank: int, deadline: float) -> AdapterFolder:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _left(deadline: float) -> float:
-    return max(0.0, deadline - _now())

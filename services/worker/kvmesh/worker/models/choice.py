@@ -1,6 +1,7 @@
 """The model folder that a worker serves, and the settings that follow from it."""
 
 import asyncio
+import logging
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -9,15 +10,35 @@ from msgspec.structs import replace
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import StartPhase
 from kvmesh.bus.storage.tokenizer_file import has_tokenizer, why_no_tokenizer
+from kvmesh.demo import model_dir
 from kvmesh.runtime.service import StartError
 from kvmesh.settings.schema import Settings, WorkerSettings
 from kvmesh.weights.errors import WeightsError
 from kvmesh.weights.models.reference import name_of_folder
-from kvmesh.worker.engine import EngineError
-from kvmesh.worker.models.default_model import default_model
+from kvmesh.worker.engine import EngineConfigError, EngineError
 from kvmesh.worker.models.mesh_model import MeshModel, mesh_model, mesh_reference
+from kvmesh.worker.scratch import ScratchFolder
 from kvmesh.worker.start.report import StartReport
 from kvmesh.worker.start.timeline import StartTimeline
+
+log = logging.getLogger(__name__)
+
+
+def default_model(engine: str, cleanup: ExitStack) -> Path:
+    """The model folder for an engine without `worker.model`; `cleanup` removes what is created.
+
+    Raises EngineConfigError if the engine needs a model.
+    """
+    if engine == "mock":
+        return model_dir()
+    if engine != "torch":
+        raise EngineConfigError(f"the {engine} engine needs a model: --model FOLDER")
+    from kvmesh.worker.models.tiny_model import make_tiny_model  # loads numpy
+
+    folder = cleanup.enter_context(ScratchFolder()).path / "tiny"
+    log.info("no model given: creating a tiny one with random weights")
+    make_tiny_model(folder)
+    return folder
 
 
 async def chosen_model(

@@ -31,7 +31,12 @@ class EngineTrace:
         if self._first is None and (delta.tokens or delta.finish is not None):
             self._end_prefill(delta, monotonic())
         if delta.finish is not None:
-            self._end(delta)
+            phase = self._phase
+            phase.set(names.STATUS, delta.finish or "")
+            phase.set(names.OUTPUT_TOKENS, self._tokens)
+            if delta.error is not None:
+                phase.fail(delta.finish or "error")
+            phase.end()
 
     def abandon(self) -> None:
         """The sequence is dropped without an end."""
@@ -55,14 +60,6 @@ class EngineTrace:
             prefill.end(now)
             self._phase = prefill.beside(names.ENGINE_DECODE, now)
         self._first = now
-
-    def _end(self, delta: OutputDelta) -> None:
-        phase = self._phase
-        phase.set(names.STATUS, delta.finish or "")
-        phase.set(names.OUTPUT_TOKENS, self._tokens)
-        if delta.error is not None:
-            phase.fail(delta.finish or "error")
-        phase.end()
 
 
 def engine_trace(work: Work) -> EngineTrace | None:

@@ -88,14 +88,11 @@ class OrphanedRequests:
             await next_tick(CHECK_S)
             self._left &= set[str]().union(*(each.frontends for each in self._followed))
             for frontend in list(self._left):
-                await self._probe(frontend)
-
-    async def _probe(self, frontend: str) -> None:
-        if not await self._is_subscribed(frontend) and frontend in self._left:
-            self._left.remove(frontend)
-            log.warning("frontend %s is gone: aborting its requests", frontend)
-            for requests in list(self._followed):
-                requests.abandon(frontend)
+                if not await self._is_subscribed(frontend) and frontend in self._left:
+                    self._left.remove(frontend)
+                    log.warning("frontend %s is gone: aborting its requests", frontend)
+                    for requests in list(self._followed):
+                        requests.abandon(frontend)
 
     async def _is_subscribed(self, frontend: str) -> bool:
         """True if the server has a subscriber for the frontend's tokens; none ever replies."""

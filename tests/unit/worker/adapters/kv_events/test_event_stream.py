@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 import zmq
+import zmq.asyncio
 from support.wait import eventually
 from support.zmq_publisher import EngineCache
 
@@ -124,25 +125,75 @@ async def test_a_reading_that_is_cancelled_leaves_no_callback(pair: Pair) -> Non
     assert not loop.remove_reader(int(pair.receiver.getsockopt(zmq.FD)))
 
 
+class Heard:
+    """What a subscriber tells of."""
+
+    def __init__(self, endpoint: str, replay: str | None = None) -> None:
+        self.delivered: list[bytes] = []
+        self.foreign: list[str] = []
+        self.restarts = 0
+        self.subscriber = ZmqSubscriber(
+            endpoint,
+            replay,
+            "",
+            on_payload=self.delivered.append,
+            on_restart=self._restart,
+            on_gap=lambda count: None,
+            on_foreign=self.foreign.append,
+        )
+
+    def _restart(self) -> None:
+        self.restarts += 1
+
+
 async def test_messages_in_another_form_are_told_and_lose_no_other(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/events"
-    delivered: list[bytes] = []
-    foreign: list[str] = []
+    heard = Heard(endpoint)
     with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
         publisher.bind(endpoint)
-        subscriber = ZmqSubscriber(
-            endpoint,
-            None,
-            "",
-            on_payload=delivered.append,
-            on_restart=lambda: None,
-            on_gap=lambda count: None,
-            on_foreign=foreign.append,
-        )
-        subscriber.start()
+        heard.subscriber.start()
         await asyncio.to_thread(publisher.recv)
         for frames in ([b"x"], [b"", b"short", b"x"], [b"", bytes(8), b"payload"]):
             publisher.send_multipart(frames)
-        await eventually(lambda: delivered == [b"payload"])
-        await subscriber.close()
-    assert foreign == [f"a message of {count} frames is no KV event" for count in (1, 3)]
+        await eventually(lambda: heard.delivered == [b"payload"])
+        await heard.subscriber.close()
+    assert heard.foreign == [f"a message of {count} frames is no KV event" for count in (1, 3)]
+
+
+async def test_a_publisher_under_another_topic_is_told_and_no_restart(tmp_path: Path) -> None:
+    """Servers behind one address, as a proxy of ZeroMQ joins them."""
+    endpoint = f"ipc://{tmp_path}/events"
+    heard = Heard(endpoint)
+    with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
+        publisher.bind(endpoint)
+        heard.subscriber.start()
+        await asyncio.to_thread(publisher.recv)
+        for number in range(3):
+            for topic in (b"kv-1", b"kv-10"):
+                publisher.send_multipart([topic, number.to_bytes(8, "big"), topic])
+        await eventually(lambda: len(heard.delivered) + len(heard.foreign) == 6)
+        await heard.subscriber.close()
+    assert heard.delivered == [b"kv-1"] * 3
+    assert heard.foreign == ["messages of topic 'kv-10' beside 'kv-1'"] * 3
+    assert heard.restarts == 0
+
+
+@pytest.mark.parametrize("reply", [[b"hello"], [b"", b"five", b"x"], [b""]])
+async def test_a_replay_in_another_form_is_told_and_stops_nothing(
+    reply: list[bytes], tmp_path: Path
+) -> None:
+    """The address of another service."""
+    heard = Heard(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    with zmq.asyncio.Context() as context:
+        publisher, router = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
+        publisher.bind(f"ipc://{tmp_path}/events")
+        router.bind(f"ipc://{tmp_path}/replay")
+        heard.subscriber.start()
+        await asyncio.wait_for(publisher.recv(), 60.0)
+        client, *_ = await asyncio.wait_for(router.recv_multipart(), 60.0)
+        await router.send_multipart([client, *reply])
+        await publisher.send_multipart([b"", bytes(8), b"payload"])
+        await eventually(lambda: heard.delivered == [b"payload"])
+        await heard.subscriber.close()
+        context.destroy(linger=0)
+    assert heard.foreign[0] == f"a reply of {len(reply)} frames is no replay"

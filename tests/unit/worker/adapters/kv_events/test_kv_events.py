@@ -25,7 +25,7 @@ from kvmesh.worker.adapters.kv_events.cache_events import (
     fold_hash,
     medium_tier,
 )
-from kvmesh.worker.adapters.kv_events.decoder import EventDecoder
+from kvmesh.worker.adapters.kv_events.decoder import EventDecoder, MalformedEvents
 from kvmesh.worker.adapters.kv_events.feed import EventFeed
 from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
 from kvmesh.worker.adapters.kv_events.salts import PromptSalts
@@ -104,6 +104,35 @@ def test_digests_and_the_integers_made_of_them_are_one_hash() -> None:
 def test_media_are_tiers() -> None:
     names = (None, "GPU", "CPU", "CPU_PINNED", "cpu_tier2", "DISK", "STORAGE", "REMOTE", "EXTERNAL")
     assert [medium_tier(name) for name in names] == [0, 0, 1, 1, 2, 2, 2, 3, 3]
+    spelled = ("device", "cuda:1", "NPU", "", "host-pinned", "DRAM", "local_cpu", "ssd", "Fs", "s3")
+    assert [medium_tier(name) for name in spelled] == [0, 0, 0, 0, 1, 1, 1, 2, 2, 3]
+
+
+def test_an_adapter_that_only_has_a_number_is_in_no_prompt_of_the_mesh() -> None:
+    tokens = list(range(8))
+    [plain] = decode(CACHE.stored(tokens) | {"extra_keys": None})
+    [numbered] = decode(CACHE.stored(tokens) | {"extra_keys": None, "lora_id": 3})
+    books = ledger()
+    assert depth(books.apply([numbered]), tokens) == 0
+    assert depth(books.apply([plain]), tokens) == 2
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *(None, 7, "heartbeat", [], {"block_hashes": [1]}, {"type": "BlockRemoved"}),
+        {**CACHE.stored(list(range(20, 28))), "token_ids": ["a"] * 8},
+        {**CACHE.stored(list(range(20, 28))), "medium": 0},
+    ],
+)
+def test_an_event_that_cannot_be_read_loses_no_other(odd: Any) -> None:
+    tokens = list(range(8))
+    removed = {"type": "BlockRemoved", "block_hashes": CACHE.stored(tokens)["block_hashes"][1:]}
+    others = decode(CACHE.stored(tokens), removed)
+    payload = msgspec.msgpack.encode([1.0, [CACHE.stored(tokens), odd, removed], 0])
+    with pytest.raises(MalformedEvents, match="malformed KV event") as raised:
+        EventDecoder().decode(payload)
+    assert raised.value.others == others
 
 
 def test_the_salt_comes_back_out_of_the_extra_keys() -> None:

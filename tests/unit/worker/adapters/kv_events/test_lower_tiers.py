@@ -6,6 +6,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support.index_events import apply_to_index
 
 from kvmesh.bus.messages import Sampling, Stored, Work
@@ -210,6 +211,27 @@ def test_a_tier_without_removals_keeps_its_newest_blocks(monkeypatch: pytest.Mon
     assert book.tokens(PROMPT) == [0, 16, 0, 0]
     dumped = [event for event in book.ledger.dump() if isinstance(event, Stored)]
     assert sum(len(event.engine) // 8 for event in dumped if event.tier == 2) == 2
+
+
+def test_stores_of_one_tier_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children of a `MultiConnector`: vLLM's own, in chunks, and one that tells no removals."""
+    monkeypatch.setattr(ledger, "UNREMOVED_BLOCKS", 4)
+    hashes, chunked = names(PROMPT), pack(PROMPT)
+    chunks = BlocksStored([hashes[1], hashes[3]], None, chunked, 2 * SIZE, 1)
+    other = [replace(event, source="cpu") for event in host(PROMPT)]
+    book = Book()
+    book.apply(device(PROMPT), chunks, *other, BlocksRemoved(hashes, 0))
+    assert book.tokens(PROMPT) == [0, 16, 0, 0]
+    book.apply(BlocksRemoved([hashes[1], hashes[3]], 1))
+    assert book.tokens(PROMPT) == [0, 16, 0, 0]
+    later = [n + 100 for n in PROMPT]
+    book.apply(*(replace(event, source="cpu") for event in host(later)))
+    assert (book.tokens(PROMPT), book.tokens(later)) == ([0] * 4, [0, 16, 0, 0])
+    assert book.ledger.dropped == {"never_removed": [0, 4, 0, 0]}
+    book = Book()
+    book.apply(device(PROMPT), chunks, *other, BlocksRemoved(hashes, 0))
+    book.apply(BlocksRemoved(hashes, 1, source="cpu"))
+    assert book.tokens(PROMPT) == [0, 16, 0, 0]  # of the chunks
 
 
 def test_a_reset_leaves_files_and_names_the_hosts_blocks_that_it_may_have_left() -> None:

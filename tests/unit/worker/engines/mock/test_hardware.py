@@ -12,7 +12,7 @@ from kvmesh.worker.enginecore.sequence import Request, Sequence, hash_prompt
 from kvmesh.worker.enginecore.simulated_tiers import HOST, Link, LowerTier, TierOptions
 from kvmesh.worker.engines.mock.core import CoreOptions, MockCore
 from kvmesh.worker.engines.mock.faults import Faults, InjectedCrash
-from kvmesh.worker.engines.mock.prefix_load import PrefixLoad
+from kvmesh.worker.engines.mock.prefetch import PrefixLoad
 
 
 def test_transfers_share_a_link() -> None:

@@ -47,12 +47,12 @@ def test_prompts_and_output_are_slowed_apart() -> None:
     model = PolynomialStepModel()
     assert prefill == pytest.approx(model.prefill(160))
     assert decode == pytest.approx(4 * model.decode(DecodeLoad(1, 11 * 16, 1600)), rel=0.1)
-    slow = replace(OPTIONS, pace=PaceOptions(prefill=3.0, decode=2.0))
+    slow = replace(OPTIONS, pace=PaceOptions(slow_prefill=3.0, slow_decode=2.0))
     assert seconds_of(slow, 160, 5) == pytest.approx((3 * prefill, 2 * decode))
 
 
 def test_a_noisy_neighbour_takes_its_share_of_the_time_and_follows_its_seed() -> None:
-    options = PaceOptions(prefill=2.0, noise=4.0, noise_s=10.0, calm_s=30.0)
+    options = PaceOptions(slow_prefill=2.0, noise=4.0, noise_s=10.0, calm_s=30.0)
     one, same, other = Pace(options, "a"), Pace(options, "a"), Pace(options, "b")
     times = [t * 0.5 for t in range(40_000)]
     found = [one.factors(t, 0.0) for t in times]

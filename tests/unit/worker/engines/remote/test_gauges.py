@@ -1,6 +1,11 @@
 """The load of servers whose series have labels."""
 
+from collections.abc import AsyncIterator
+
 import pytest
+import pytest_asyncio
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
 
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engines.remote.gauges import (
@@ -11,6 +16,13 @@ from kvmesh.worker.engines.remote.gauges import (
     rank_gauges,
     vllm_ranks,
 )
+from kvmesh.worker.engines.remote.server import InferenceServer
+
+
+@pytest_asyncio.fixture
+async def http() -> AsyncIterator[ClientSession]:
+    async with ClientSession() as session:
+        yield session
 
 
 def series(name: str, value: float, **labels: str) -> Sample:
@@ -101,3 +113,33 @@ def test_lower_tiers_are_those_of_the_server_and_of_the_block_manager(
     found = lower_tiers(counts, served, 32)
     assert (None if found is None else found.loaded) == loaded
     assert found is None or found.written == (3 if kvbm else 0)
+
+
+def test_parts_of_a_rank_add_up_and_repeats_do_not() -> None:
+    """Series split by a label of later versions, repeated by processes of other kinds."""
+    waiting, usage = "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+    parts = [
+        series(waiting, value, reason=reason, engine=engine, pid=pid, pp_rank=pid, model_name="m")
+        for reason, value in (("capacity", 5), ("deferred", 3))
+        for engine in "01"
+        for pid in "78"
+    ]
+    shares = [series(usage, value, group=g) for g, value in (("full", 0.5), ("window", 0.2))]
+    assert gauges_of([*parts, *shares], "m") == Gauges(None, 16, 0.5)
+    assert rank_gauges(parts, "m", [0, 1]) == [Gauges(None, 8)] * 2
+    total = [series(waiting, 9, engine=engine, model_name="m") for engine in "01"]
+    assert gauges_of([*parts, *total], "m").waiting == 18
+
+
+async def test_a_value_that_is_no_number_is_no_load(http: ClientSession) -> None:
+    running, waiting = "vllm:num_requests_running NaN", "vllm:num_requests_waiting 3"
+    text = f"{running}\n{waiting}\nvllm:kv_cache_usage_perc +Inf\n"
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text=text)
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    async with TestServer(app) as server:
+        gauges, _ = await InferenceServer(http, str(server.make_url(""))).gauges("m")
+    assert (gauges.running, gauges.waiting, gauges.usage) == (None, 3, None)

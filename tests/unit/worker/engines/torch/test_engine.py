@@ -16,14 +16,14 @@ from kvmesh.bus.messages import Guided, Sampling
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import TorchSettings, WorkerSettings
 from kvmesh.worker.engine import EngineContext, EngineError, Rejected
-from kvmesh.worker.engines.torch.engine import TorchEngine, create
+from kvmesh.worker.engines.torch.engine import TorchEngine
 from kvmesh.worker.engines.torch.model.paged_model import PagedModel
 
 
 async def started(folder: Path, **options: object) -> tuple[TorchEngine, Recorder]:
     section = replace(TorchSettings(blocks=64, threads=1), **options)
     settings = Settings(torch=section, worker=WorkerSettings(engine="torch", block_size=BLOCK))
-    engine, sink = create(EngineContext(settings, folder)), Recorder()
+    engine, sink = TorchEngine(EngineContext(settings, folder)), Recorder()
     await engine.start(sink)
     return engine, sink
 

@@ -21,7 +21,7 @@ from kvmesh.bus.messages import Clear, Work
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import TorchSettings, TransferSettings, WorkerSettings
 from kvmesh.worker.engine import EngineContext, EngineError
-from kvmesh.worker.engines.torch.engine import TorchEngine, create
+from kvmesh.worker.engines.torch.engine import TorchEngine
 
 TOKENS = list(range(100))
 BLOCK_BYTES = 16384  # of the tiny model
@@ -62,7 +62,7 @@ async def start() -> AsyncIterator[Start]:
             worker=worker,
             transfer=replace(TransferSettings(via="tcp"), **options),
         )
-        engine, sink = create(EngineContext(settings, folder or tiny_model())), Recorder()
+        engine, sink = TorchEngine(EngineContext(settings, folder or tiny_model())), Recorder()
         running.append(StartedTorch(engine, sink))
         await engine.start(sink)
         return running[-1]

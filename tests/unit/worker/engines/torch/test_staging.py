@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvmesh.worker.engines.torch.staging import Staging
+from kvmesh.worker.engines.torch.handoff import Staging
 
 
 async def test_staging_is_first_come_first_served() -> None:

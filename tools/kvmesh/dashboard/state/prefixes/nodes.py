@@ -69,7 +69,7 @@ def _node(tree: PromptTree, run: PrefixRun, held: Mapping[str, RunHolders]) -> d
         "width": f"{100 * share:.1f}%",
         "state": run_state(run, of),
         "holders": holders_text(run, of),
-        "used": _clock(run.last_used),
+        "used": time.strftime("%H:%M:%S", time.localtime(run.last_used)) if run.last_used else "",
         "children": [_node(tree, child, held) for child in run.children],
     }
 
@@ -128,7 +128,3 @@ def _slice(
         "itemStyle": {"color": colours[run_state(run, of)]},
         "children": [_slice(tree, child, held, colours) for child in run.children],
     }
-
-
-def _clock(at: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(at)) if at else ""

@@ -41,7 +41,8 @@ class BlockLoader:
             at_once = copy.registered and not ticket.loading
             (ticket.ready if at_once else ticket.loading).append(copy)
         if ticket.pending:
-            self._wait(ticket)
+            ticket.awaited = ticket.prompt.digests[ticket.next_index + len(ticket.ready)]
+            self._waiting.setdefault(ticket.awaited, set()).add(ticket)
 
     def wake(self, digests: list[bytes] | set[bytes]) -> None:
         """Advance the tickets that wait for these blocks."""
@@ -141,10 +142,6 @@ class BlockLoader:
         ticket.end = index
         ticket.lookup_pending = False
         self._announcer.announce(ticket)
-
-    def _wait(self, ticket: ReadTicket) -> None:
-        ticket.awaited = ticket.prompt.digests[ticket.next_index + len(ticket.ready)]
-        self._waiting.setdefault(ticket.awaited, set()).add(ticket)
 
     def _stop_waiting(self, ticket: ReadTicket) -> None:
         if ticket.awaited is not None:

@@ -202,19 +202,16 @@ class RemoteMover:
         try:
             reply = await work
         except RemoteError as error:
-            self._on_error(error)
+            self.errors += 1
+            if not self._rest_s:
+                log.warning("continuing without the remote tier: %s", error)
+            self._rest_s = min(MAX_REST_S, max(MIN_REST_S, 2 * self._rest_s))
+            self._paused_until = self._clock() + self._rest_s
             return None
         if self._rest_s:
             log.info("the remote tier works again")
         self._rest_s = 0.0
         return reply
-
-    def _on_error(self, error: RemoteError) -> None:
-        self.errors += 1
-        if not self._rest_s:
-            log.warning("continuing without the remote tier: %s", error)
-        self._rest_s = min(MAX_REST_S, max(MIN_REST_S, 2 * self._rest_s))
-        self._paused_until = self._clock() + self._rest_s
 
 
 class NoRemote:

@@ -5,16 +5,11 @@ from typing import TypeAlias
 from msgspec import Struct
 
 HASH_MASK = (1 << 64) - 1
-_MEDIA = {
-    "GPU": 0,
-    "CPU": 1,
-    "CPU_PINNED": 1,
-    "CPU_TIER1": 1,
-    "CPU_TIER2": 2,
-    "DISK": 2,
-    "NVME": 2,
-    "STORAGE": 2,
-}
+_TIERS = (
+    {"GPU", "CUDA", "NPU", "XPU", "HPU", "TPU", "DEVICE", "HBM", "VRAM", ""},
+    {"CPU", "CPU_PINNED", "CPU_TIER1", "LOCAL_CPU", "HOST", "HOST_PINNED", "DRAM", "RAM", "MEMORY"},
+    {"CPU_TIER2", "DISK", "LOCAL_DISK", "NVME", "SSD", "STORAGE", "FS", "FILE"},
+)
 
 
 class BlocksStored(Struct, frozen=True):
@@ -22,7 +17,8 @@ class BlocksStored(Struct, frozen=True):
 
     Without tokens the engine names blocks by their hashes alone. `salt` is the mesh's, if the
     engine's event carries it; `adapter` is a LoRA adapter's name. `extras` has one number per
-    block: that of further keys which the engine mixes into its hash, 0 for none.
+    block: that of further keys which the engine mixes into its hash, 0 for none. `source` is the
+    store of a lower tier that holds the blocks, of which an engine may have several in one tier.
     """
 
     hashes: list[int]
@@ -33,6 +29,7 @@ class BlocksStored(Struct, frozen=True):
     salt: int | None = None
     adapter: str | None = None
     extras: tuple[int, ...] = ()
+    source: str = ""
 
 
 class BlocksRemoved(Struct, frozen=True):
@@ -42,6 +39,7 @@ class BlocksRemoved(Struct, frozen=True):
     tier: int | None = 0
     reason: str | None = None
     request: str | None = None
+    source: str = ""
 
 
 class AllCleared(Struct, frozen=True):
@@ -73,4 +71,7 @@ def fold_hash(value: int | bytes) -> int:
 
 def medium_tier(medium: str | None) -> int:
     """The tier of a storage medium as engines name it; media outside the node are tier 3."""
-    return 0 if medium is None else _MEDIA.get(medium.upper(), 3)
+    name = (
+        ("" if medium is None else medium).upper().replace("-", "_").partition(":")[0]
+    )  # without a device's number
+    return next((tier for tier, names in enumerate(_TIERS) if name in names), len(_TIERS))

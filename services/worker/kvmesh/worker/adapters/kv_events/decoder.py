@@ -44,9 +44,12 @@ _FIELDS = {
     "AllBlocksCleared": ("medium",),
 }
 _RAW_FIELDS = ("block_hashes", "token_ids")
-_WHOLE_PREFIX = {None, "full_attention", "mla_attention", "sink_full_attention", "unknown"}
+_WHOLE_PREFIX = {"full_attention", "mla_attention", "sink_full_attention", "unknown"}
 _NO_ITEMS = b"\x90"
-_MALFORMED = (AttributeError, TypeError, ValueError)
+_MALFORMED = (
+    *(AttributeError, TypeError, ValueError, LookupError, ArithmeticError),
+    msgspec.MsgspecError,
+)
 
 
 class EngineEvent(Struct, gc=False):
@@ -70,6 +73,14 @@ class EngineEvent(Struct, gc=False):
     request: Any = None
 
 
+class MalformedEvents(ValueError):
+    """Events of a message cannot be read; `others` are those that can."""
+
+    def __init__(self, cause: Exception, others: list[CacheEvent]) -> None:
+        super().__init__(f"malformed KV event: {cause!r}")
+        self.others = others
+
+
 class EngineBatch(Struct, array_like=True, gc=False):
     """A message; an event is a map, or an array that begins with its type."""
 
@@ -77,7 +88,14 @@ class EngineBatch(Struct, array_like=True, gc=False):
     events: list[EngineEvent | list[Raw]]
 
 
+class RawBatch(Struct, array_like=True, gc=False):
+    time: Any
+    events: list[Raw]
+
+
 _BATCH: MessageDecoder[EngineBatch] = MessageDecoder(EngineBatch)
+_RAW_BATCH: MessageDecoder[RawBatch] = MessageDecoder(RawBatch)
+_EVENT: MessageDecoder[EngineEvent | list[Raw]] = MessageDecoder(EngineEvent | list[Raw])
 _ANY = MessageDecoder()
 
 
@@ -98,31 +116,28 @@ class EventDecoder:
         self.limits: set[str] = set()
 
     def decode(self, payload: bytes) -> list[CacheEvent]:
-        """The events of one message, without unknown kinds; raises ValueError if malformed."""
-        try:
-            raws = [
-                *self._early,
-                *(
-                    raw if isinstance(raw, EngineEvent) else _named(raw)
-                    for raw in _BATCH.decode(payload).events
-                ),
-            ]
-            self._early.clear()
-            self._note_draft(raws)
-            found: list[CacheEvent] = []
-            if not self._is_whole and self._choose_group(raws):
-                found.append(AllCleared())
-            for raw in raws:
-                group = raw.group_idx
-                if group is None or group == self._group:
+        """The events of one message, without unknown kinds; raises MalformedEvents."""
+        found: list[CacheEvent] = []
+        faults: list[Exception] = []
+        raws = [*self._early, *_events_of(payload, faults)]
+        self._early.clear()
+        self._note_draft(raws)
+        if not self._is_whole and self._choose_group(raws):
+            found.append(AllCleared())
+        for raw in raws:
+            group = raw.group_idx
+            if group is None or group == self._group:
+                try:
                     self._add(found, raw)
-                elif self._group is None:
-                    self._early.append(raw)
-                else:
-                    self.limits.add(WINDOWS)
-            return found
-        except (msgspec.MsgspecError, LookupError, ArithmeticError, *_MALFORMED) as error:
-            raise ValueError(f"malformed KV event: {error!r}") from error
+                except _MALFORMED as error:
+                    faults.append(error)
+            elif self._group is None:
+                self._early.append(raw)
+            else:
+                self.limits.add(WINDOWS)
+        if faults:
+            raise MalformedEvents(faults[0], found)
+        return found
 
     def _add(self, found: list[CacheEvent], raw: EngineEvent) -> None:
         """Append the event; blocks removed alike join, since vLLM publishes an event for each."""
@@ -130,15 +145,14 @@ class EventDecoder:
             found.append(_stored(raw))
         elif raw.type == "BlockRemoved":
             hashes, tier = folded_hashes(raw.block_hashes), _tier(raw)
+            about = tier, raw.reason, raw.request, _source(raw, tier)
             last = found[-1] if found else None
-            if isinstance(last, BlocksRemoved) and (last.tier, last.reason, last.request) == (
-                tier,
-                raw.reason,
-                raw.request,
+            if isinstance(last, BlocksRemoved) and about == (
+                *(last.tier, last.reason, last.request, last.source),
             ):
                 last.hashes.extend(hashes)
             else:
-                found.append(BlocksRemoved(hashes, tier, raw.reason, raw.request))
+                found.append(BlocksRemoved(hashes, *about))
         elif raw.type == "AllBlocksCleared":
             self._early.clear()
             found += (AllCleared(_tier(raw)),) if raw.medium else CLEARED
@@ -156,13 +170,36 @@ class EventDecoder:
         for raw in raws:
             group = raw.group_idx
             if raw.type == "BlockStored" and group is not None and _has_items(raw.token_ids):
-                if raw.kv_cache_spec_kind in _WHOLE_PREFIX:
+                kind = raw.kv_cache_spec_kind
+                if kind is None or (isinstance(kind, str) and kind in _WHOLE_PREFIX):
                     self._group, self._is_whole = group, True
                     break
                 if self._group is None:
                     self._group = group
                     self.limits.add(WINDOWS)
         return before is not None and before != self._group
+
+
+def _events_of(payload: bytes, faults: list[Exception]) -> list[EngineEvent]:
+    """The events of a message; appends the faults of those that cannot be read."""
+    try:
+        events = _BATCH.decode(payload).events
+        return [raw if isinstance(raw, EngineEvent) else _named(raw) for raw in events]
+    except _MALFORMED:
+        pass  # one by one
+    found: list[EngineEvent] = []
+    try:
+        raws = _RAW_BATCH.decode(payload).events
+    except _MALFORMED as error:
+        faults.append(error)
+        return found
+    for each in raws:
+        try:
+            raw = _EVENT.decode(each)
+            found.append(raw if isinstance(raw, EngineEvent) else _named(raw))
+        except _MALFORMED as error:
+            faults.append(error)
+    return found
 
 
 def _named(raw: list[Raw]) -> EngineEvent:
@@ -190,15 +227,17 @@ def _stored(event: EngineEvent) -> BlocksStored:
         raise ValueError(f"block_size {size!r}, lora_name {adapter!r}")
     hashes = folded_hashes(event.block_hashes)
     salt, extras = _keys(event, parent is None, adapter, len(hashes))
+    tier = _tier(event)
     return BlocksStored(
         hashes,
         None if parent is None else fold_hash(parent),
         packed_tokens(event.token_ids),
         size,
-        _tier(event),
+        tier,
         salt,
         adapter,
         extras,
+        _source(event, tier),
     )
 
 
@@ -209,6 +248,14 @@ def _tier(event: EngineEvent) -> int:
     return 0 if event.medium == "GPU" else medium_tier(event.medium)
 
 
+def _source(event: EngineEvent, tier: int) -> str:
+    """The store of a lower tier: engines spell the media of their own in capitals.
+
+    Connectors of others beside them (Mooncake, LMCache) do not.
+    """
+    return event.medium if tier and isinstance(event.medium, str) and event.medium.islower() else ""
+
+
 def _keys(
     event: EngineEvent, is_root: bool, adapter: str | None, blocks: int
 ) -> tuple[int | None, tuple[int, ...]]:
@@ -217,6 +264,8 @@ def _keys(
     if key := event.cache_salt:  # SGLang's, in the events of all blocks of the prompt
         by_block = [[key]] if is_root else None
     if not by_block or not any(by_block):
+        if adapter is None and event.lora_id is not None:  # vLLM before it named adapters
+            return None, (xxh3(msgspec.msgpack.encode(event.lora_id)) or 1,) * blocks
         return None, ()
     salt: int | None = None
     extras: list[int] = []

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import KvEvent
-from kvmesh.worker.adapters.kv_events.decoder import EventDecoder
+from kvmesh.worker.adapters.kv_events.decoder import EventDecoder, MalformedEvents
 from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
 from kvmesh.worker.adapters.kv_events.paced_dumps import PacedDumps
 from kvmesh.worker.adapters.kv_events.subscriber import ZmqSubscriber
@@ -19,8 +19,8 @@ class EventFeed:
     """Follows `endpoint` and tracks the rank's blocks in `ledger`, also while it has no sink.
 
     It requests missed messages from `replay`. Messages lost for good leave the ledger unchanged; a
-    dump makes the index agree with it, and later events of the engine correct both. Messages that
-    cannot be decoded are counted: a dump would not mend their loss.
+    dump makes the index agree with it, and later events of the engine correct both. Messages with
+    events that cannot be decoded are counted: a dump would not mend their loss.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class EventFeed:
     def _on_payload(self, payload: bytes) -> None:
         try:
             events = self._decoder.decode(payload)
-        except ValueError as error:
+        except MalformedEvents as error:
             self._on_malformed(str(error))
-            return
+            events = error.others
         self._publish(self.ledger.apply(events))
 
     def _on_malformed(self, error: str) -> None:

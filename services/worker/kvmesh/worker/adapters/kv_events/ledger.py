@@ -65,9 +65,10 @@ class CacheLedger:
         self._blocks = EngineBlocks(RECENT_BLOCKS, counted)
         self._waiting = WaitingBlocks(WAITING_BLOCKS)
         self._placeable: deque[BlocksStored] = deque()
-        self._chunks: dict[tuple[int, int], list[int]] = {}  # blocks by the chunk's hash and tier
-        self._removes = {0}  # tiers of which the engine reports removals
-        self._order: dict[int, dict[int, None]] = {}  # blocks of the others, oldest first
+        self._chunks: dict[tuple[int, str, int], list[int]] = {}  # blocks by tier, store and chunk
+        self._removes = {(0, "")}  # tiers and their stores of which the engine reports removals
+        # copies of blocks in the others, oldest first
+        self._order: dict[tuple[int, str], dict[int, int]] = {}
         self.dropped: dict[str, list[int]] = {}
         self.odd_size = 0
 
@@ -118,7 +119,7 @@ class CacheLedger:
             events = self._store(event)
             while self._placeable:
                 events += self._store(self._placeable.popleft())
-            return events + self._drop_oldest(event.tier) if event.tier else events
+            return events + self._drop_oldest(event) if event.tier else events
         if isinstance(event, BlocksRemoved):
             return self._remove(event)
         if isinstance(event, BlocksMoved):
@@ -140,7 +141,7 @@ class CacheLedger:
             for name in event.hashes:
                 self._waiting.move(name, event.tier, event.to)
         moved = [name for name in event.hashes if self._blocks.copies(event.tier, name)]
-        return self._hold(event.to, moved, again=self._counted) + self._remove(
+        return self._hold(event.to, "", moved, again=self._counted) + self._remove(
             BlocksRemoved(event.hashes, event.tier)
         )
 
@@ -151,7 +152,7 @@ class CacheLedger:
             return self._store_chunks(event)
         if (event.tier or not event.tokens) and (known := self._blocks.known(event.hashes)):
             if known == len(event.hashes):
-                return self._hold(event.tier, event.hashes)
+                return self._hold(event.tier, event.source, event.hashes)
             if len(event.hashes) > 1:
                 return [change for one in _single(event) for change in self._store(one)]
         if not event.tokens:
@@ -173,7 +174,7 @@ class CacheLedger:
                 self._wait(one, one.hashes[0] if one.parent is None else one.parent)
             return []
         runs, moved = stored
-        added = self._held(event.tier, event.hashes, runs)
+        added = self._held(event.tier, event.source, event.hashes, runs)
         return [*_moves(moved), *added] if moved else added
 
     def _store_chunks(self, event: BlocksStored) -> list[KvEvent]:
@@ -194,13 +195,13 @@ class CacheLedger:
             parts = [(chunk + part * _GOLDEN) & HASH_MASK for part in range(1, count + 1)]
             if ends_whole:
                 parts[-1] = chunk  # so that the next chunk follows it
-            self._chunks[event.tier, chunk] = parts
+            self._chunks[event.tier, event.source, chunk] = parts
             tokens = event.tokens[size * number : size * number + used]
             extras = event.extras[number : number + 1] * count
             events += self._store(
                 BlocksStored(
                     *(parts, parent, tokens, self.block_size, event.tier),
-                    *(event.salt, event.adapter, extras),
+                    *(event.salt, event.adapter, extras, event.source),
                 )
             )
             parent = chunk
@@ -219,28 +220,29 @@ class CacheLedger:
 
         return self._find_salt(event, is_held)
 
-    def _hold(self, tier: int, hashes: list[int], again: bool = True) -> list[KvEvent]:
+    def _hold(self, tier: int, source: str, hashes: list[int], again: bool = True) -> list[KvEvent]:
         """Add copies of known blocks; `again`: a block that is there has one more copy."""
-        return self._held(tier, hashes, self._blocks.hold(tier, hashes, again))
+        return self._held(tier, source, hashes, self._blocks.hold(tier, hashes, again))
 
-    def _held(self, tier: int, hashes: list[int], runs: list[Run]) -> list[KvEvent]:
+    def _held(self, tier: int, source: str, hashes: list[int], runs: list[Run]) -> list[KvEvent]:
         """The events of blocks that are held now; those that wait for them can be placed next."""
         if len(self._waiting):
             self._placeable += self._waiting.take(hashes)
-        if tier and tier not in self._removes:
-            self._order.setdefault(tier, {}).update(dict.fromkeys(hashes))
+        if tier and (tier, source) not in self._removes:
+            order = self._order.setdefault((tier, source), {})
+            for name in hashes:
+                order[name] = order.get(name, 0) + 1
         return [Stored(tier, *run) for run in runs]
 
-    def _drop_oldest(self, tier: int) -> list[KvEvent]:
-        """Bound a tier of which the engine reports stores alone, as some shared stores do."""
-        order = self._order.get(tier, {})
-        excess = self._blocks.held(tier) - UNREMOVED_BLOCKS
+    def _drop_oldest(self, event: BlocksStored) -> list[KvEvent]:
+        """Bound a store of which the engine reports no removals, as of some shared ones."""
+        tier = event.tier
+        order = self._order.get((tier, event.source), {})
+        excess = len(order) - UNREMOVED_BLOCKS
         if not order or excess <= 0:
             return []
         names = list(islice(order, excess))
-        for name in names:
-            del order[name]
-        copies = [name for name in names for _ in range(self._blocks.copies(tier, name))]
+        copies = [name for name in names for _ in range(order.pop(name))]
         gone, _ = self._blocks.release(tier, copies)
         self._drop(OLD, tier, len(names))
         return [Removed(tier, gone)]
@@ -249,10 +251,10 @@ class CacheLedger:
         tiers = range(TIERS) if event.tier is None else (event.tier,)
         events: list[KvEvent] = []
         for tier in tiers:
-            self._removes.add(tier)
-            self._order.pop(tier, None)
+            self._removes.add((tier, event.source))
+            self._order.pop((tier, event.source), None)
         for tier in tiers:
-            hashes = self._parts(tier, event.hashes) if self._chunks else event.hashes
+            hashes = self._parts(tier, event) if self._chunks else event.hashes
             gone, missing = self._blocks.release(tier, hashes)
             if len(self._waiting):
                 gone_waiting = sum(self._waiting.remove(name, tier) for name in missing)
@@ -261,16 +263,17 @@ class CacheLedger:
                 events.append(Removed(tier, gone, event.reason, event.request))
         return events
 
-    def _parts(self, tier: int, hashes: list[int]) -> list[int]:
-        """The blocks of chunks that lose a copy."""
+    def _parts(self, tier: int, event: BlocksRemoved) -> list[int]:
+        """The blocks of chunks that lose a copy in the event's store."""
         parts: list[int] = []
         lost: Counter[int] = Counter()
-        for chunk in hashes:
-            of_chunk = self._chunks.get((tier, chunk)) or [chunk]
+        for chunk in event.hashes:
+            key = tier, event.source, chunk
+            of_chunk = self._chunks.get(key) or [chunk]
             parts += of_chunk
             lost[chunk] += 1
             if self._blocks.copies(tier, of_chunk[0]) <= lost[chunk]:
-                self._chunks.pop((tier, chunk), None)
+                self._chunks.pop(key, None)
         return parts
 
     def _clear(self, event: AllCleared) -> list[KvEvent]:
@@ -278,9 +281,11 @@ class CacheLedger:
             self._drop(RESET, 1, self._blocks.held(1))
         for tier in range(TIERS) if event.tier is None else (event.tier,):
             self._blocks.clear(tier)
-            self._order.pop(tier, None)
         for tier, count in self._waiting.clear(event.tier).items():
             self._drop(UNKNOWN, tier, count)
+        self._order = {
+            key: order for key, order in self._order.items() if event.tier not in (None, key[0])
+        }
         self._chunks = {
             key: parts for key, parts in self._chunks.items() if event.tier not in (None, key[0])
         }

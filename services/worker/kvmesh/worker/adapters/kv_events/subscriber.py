@@ -19,7 +19,7 @@ RECEIVE_QUEUE = 10_000
 REPLAY_TIMEOUT_S = 5.0
 TAIL_CHECK_S = 2.0
 SEQ_BYTES = 8
-END = b"\xff" * SEQ_BYTES
+END = (1 << 8 * SEQ_BYTES) - 1
 MONITOR = "inproc://connection"
 
 
@@ -45,6 +45,16 @@ def rank_endpoint(endpoint: str, rank: int) -> str:
     return f"{head}{colon}{int(port) + rank}"
 
 
+def _number(frames: list[bytes]) -> int | None:
+    """The number of a message; None if it is in another form."""
+    numbered = len(frames) >= 2 and len(frames[-2]) == SEQ_BYTES
+    return int.from_bytes(frames[-2], "big") if numbered else None
+
+
+def _shown(topic: bytes) -> str:
+    return repr(topic[:80].decode(errors="replace"))
+
+
 class ZmqSubscriber:
     """Follows one rank's publisher and delivers every message once, in order.
 
@@ -55,7 +65,7 @@ class ZmqSubscriber:
 
     A publisher has restarted if its numbers run backwards, if its replay has another message of the
     last number that arrived, or, without a replay, if the numbers go on elsewhere after the
-    connection was lost.
+    connection was lost. Each topic has numbers of its own: the first of a connection is followed.
     """
 
     def __init__(
@@ -81,6 +91,7 @@ class ZmqSubscriber:
         self._next_seq = 0
         self._last = b""  # the payload before
         self._was_cut = False
+        self._stream: bytes | None = None  # the topic: another one numbers its messages itself
         self._replayed: set[int] = set()
         self._odd = 0, b""  # the last message that was not simply the next one
 
@@ -119,10 +130,16 @@ class ZmqSubscriber:
 
     def _take(self, frames: list[bytes]) -> bool:
         """Deliver the next message; False for another one, which becomes the odd one."""
-        if len(frames) < 2 or len(frames[-2]) != SEQ_BYTES:
+        seq, payload = _number(frames), frames[-1]
+        if seq is None:
             self._on_foreign(f"a message of {len(frames)} frames is no KV event")
             return True
-        seq, payload = int.from_bytes(frames[-2], "big"), frames[-1]
+        topic = frames[0] if len(frames) > 2 else b""
+        if self._stream is None:
+            self._stream = topic
+        elif topic != self._stream:
+            self._on_foreign(f"messages of topic {_shown(topic)} beside {_shown(self._stream)}")
+            return True
         if seq == self._next_seq and not self._was_cut:
             self._deliver(seq, payload)
             return True
@@ -132,7 +149,7 @@ class ZmqSubscriber:
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         while True:
             await monitor.recv_multipart()
-            self._was_cut = True
+            self._was_cut, self._stream = True, None
 
     async def _on_message(self, seq: int, payload: bytes) -> None:
         if seq in self._replayed:
@@ -190,8 +207,10 @@ class ZmqSubscriber:
         try:
             async with asyncio.timeout(REPLAY_TIMEOUT_S):
                 await socket.send_multipart([b"", first.to_bytes(SEQ_BYTES, "big")])
-                while (frames := await socket.recv_multipart())[-2] != END:
-                    seq = int.from_bytes(frames[-2], "big")
+                while (seq := _number(frames := await socket.recv_multipart())) != END:
+                    if seq is None:
+                        self._on_foreign(f"a reply of {len(frames)} frames is no replay")
+                        return {}
                     if seq >= first and (before is None or seq < before):
                         found[seq] = frames[-1]
         except TimeoutError:

@@ -11,6 +11,7 @@ from kvmesh.bus.messages import Cleared, KvEvent, Load, ReturnForecast
 from kvmesh.step_times.interface import DecodeLoad, StepModel
 from kvmesh.worker.enginecore.block_manager import BlockManager
 from kvmesh.worker.enginecore.counters import EngineCounters
+from kvmesh.worker.enginecore.rank_load import rank_load
 from kvmesh.worker.enginecore.retention_options import RetentionOptions
 from kvmesh.worker.enginecore.scheduler import ScheduledChunk, Scheduler, SchedulerLimits
 from kvmesh.worker.enginecore.sequence import Request, Sequence, SequenceState
@@ -204,49 +205,13 @@ class MockCore:
         self.counters.count_steps(steps, seconds * steps)
         return StepResult(seconds * steps, steps, outputs, self.take_events())
 
-    def finish_loading(self, sequence: Sequence, now: float) -> None:
-        """Let a sequence that waits for the node's tiers continue without blocks from there."""
-        if sequence.state is not SequenceState.LOADING:
-            return
-        self.scheduler.lock_held(sequence)
-        if not sequence.cached_reported:
-            sequence.cached = [sequence.computed]
-        sequence.ready_at = now
-
     def _has_node_tiers(self) -> bool:
         return self.node_tiers is not None and self.node_tiers.available
 
     def load(self, instance: str, rank: int) -> Load:
         """The load of this core as rank `rank` of `instance`."""
-        counters, scheduler, blocks = self.counters, self.scheduler, self.blocks
-        running, decoding = scheduler.running, scheduler.decoding
-        return Load(
-            instance=instance,
-            rank=rank,
-            running=running,
-            waiting=len(scheduler.live) - running,
-            active_blocks=blocks.active,
-            cached_blocks=blocks.cached,
-            total_blocks=blocks.capacity,
-            prefill_tokens=scheduler.prefill_tokens,
-            steps=counters.steps,
-            prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
-            output_tokens=counters.output_tokens,
-            requests=counters.requests,
-            preemptions=scheduler.preemptions,
-            aborted=counters.aborted,
-            step_s=counters.step_s,
-            busy_s=counters.busy_s,
-            computed_tokens=counters.computed_tokens,
-            decoding=len(decoding.members),
-            decode_tokens=decoding.kv_tokens,
-            decode_var=decoding.kv_variance,
-            waiting_tokens=scheduler.waiting_tokens,
-            waiting_var=scheduler.waiting_variance,
-            prefill_steps=counters.prefill_steps,
-            load_ratio=self.node_tiers.load_ratio if self.node_tiers is not None else 0.0,
-        )
+        ratio = self.node_tiers.load_ratio if self.node_tiers is not None else 0.0
+        return rank_load(instance, rank, self.scheduler, self.counters, ratio)
 
     def take_events(self) -> list[KvEvent]:
         """Return the KV events since the last call, of all tiers."""
@@ -321,20 +286,17 @@ class MockCore:
         outputs.append(first)
         sequence.generated += 1
         self.counters.output_tokens += 1
-        self._report_cached(sequence, first)
+        if not sequence.cached_reported:
+            sequence.cached_reported = True
+            first.cached = sequence.cached
+            first.admitted_at = sequence.admitted_at
+            first.loaded_at = sequence.ready_at or None
+            first.retention = self.scheduler.claim_prompt(sequence)
+            self.counters.cached_tokens += sum(sequence.cached or ())
         if first.finish is None:
             self.scheduler.start_decoding(sequence)
         else:
             self._finish(sequence, outputs)
-
-    def _report_cached(self, sequence: Sequence, output: MockOutput) -> None:
-        if not sequence.cached_reported:
-            sequence.cached_reported = True
-            output.cached = sequence.cached
-            output.admitted_at = sequence.admitted_at
-            output.loaded_at = sequence.ready_at or None
-            output.retention = self.scheduler.claim_prompt(sequence)
-            self.counters.cached_tokens += sum(sequence.cached or ())
 
     def _finish(self, sequence: Sequence, outputs: list[MockOutput]) -> None:
         outcome = self.scheduler.remove(sequence, SequenceState.ENDED)

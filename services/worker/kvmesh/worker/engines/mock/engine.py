@@ -5,6 +5,8 @@ import logging
 import time
 from pathlib import Path
 
+import msgspec
+
 from kvmesh.bus.messages import (
     GENERATE,
     Capacity,
@@ -23,7 +25,6 @@ from kvmesh.retention.awaited_prompts import on_clock
 from kvmesh.runtime.service import VERSION
 from kvmesh.settings.schema import MockSettings
 from kvmesh.step_times.profile import StepProfileError
-from kvmesh.step_times.registry import load_step_profile
 from kvmesh.worker.adapters.prefetching.queue import PrefetchQueue
 from kvmesh.worker.capabilities import TierCounts, never
 from kvmesh.worker.clearing import ClearOutcome, combined
@@ -38,94 +39,48 @@ from kvmesh.worker.engine import (
     StoreFactory,
 )
 from kvmesh.worker.enginecore.counters import RetentionState
-from kvmesh.worker.enginecore.retention_options import RetentionOptions
 from kvmesh.worker.enginecore.retention_request import parse_retention
-from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.enginecore.sequence import Request, hash_prompt
-from kvmesh.worker.enginecore.simulated_tiers import tier_options
+from kvmesh.worker.engines.engine_tiers import tier_limits
 from kvmesh.worker.engines.mock import pooling
-from kvmesh.worker.engines.mock.core import CoreOptions, MockCore
+from kvmesh.worker.engines.mock.core import MockCore
+from kvmesh.worker.engines.mock.core_options import core_options
 from kvmesh.worker.engines.mock.faults import Faults
-from kvmesh.worker.engines.mock.kvbm_tiers import (
-    KvbmTiers,
-    NoArenaUser,
-    WaitLimits,
-    stand_in_layout,
-)
-from kvmesh.worker.engines.mock.pace import pace_options
+from kvmesh.worker.engines.mock.kvbm_tiers import KvbmTiers, NoArenaUser, stand_in_layout
 from kvmesh.worker.engines.mock.prefetch import MockLoader
 from kvmesh.worker.engines.mock.rank import MockRank
 from kvmesh.worker.engines.mock.text.author import AnswerOptions, AnswerWriter
 from kvmesh.worker.engines.mock.text.guided import UnsupportedConstraint
 from kvmesh.worker.engines.mock.text.script import Script, ScriptError
 from kvmesh.worker.engines.mock.text.source import TextSource
-from kvmesh.worker.engines.mock.timing import PolynomialStepModel
 from kvmesh.worker.engines.retention_settings import retention_options
 from kvmesh.worker.model_folder import model_context
-from kvmesh.worker.start.timeline import StartTimeline
 
 log = logging.getLogger(__name__)
 BLOCK_S = 1e6
 
 
-def create(context: EngineContext) -> "MockEngine":
-    """Create the mock engine of `[worker]` and `[mock]` with the model folder's tokenizer."""
-    worker, mock = context.settings.worker, context.settings.mock
-    longest = worker.context or model_context(context.folder)
-    fits = min(longest, mock.blocks * worker.block_size)
-    retention = retention_options(worker)
-    if mock.kvbm and (mock.host_blocks or mock.disk_blocks):
-        raise EngineConfigError("mock.kvbm excludes mock.host_blocks and mock.disk_blocks")
-    deadline_s = worker.hang_timeout_s / 3
-    limits = WaitLimits(
-        wait_s=min(worker.shared_wait_s, deadline_s),
-        deadline_s=deadline_s,
-        queue=worker.write_through_blocks,
-    )
-    store = context.store if mock.kvbm else None
-    return MockEngine(
-        mock,
-        context.folder,
-        worker.block_size,
-        fits,
-        worker.adapters,
-        retention,
-        store,
-        limits,
-        worker.name,
-        context.timeline,
-    )
-
-
 class MockEngine:
-    """A `MockRank` per data-parallel rank; the answer to a request is known at its start.
+    """The engine of `[worker]` and `[mock]` with the model folder's tokenizer.
 
-    `name` is the worker's: workers of the same settings differ in what of their pace is random.
+    It has a `MockRank` per data-parallel rank; the answer to a request is known at its start.
     """
 
-    def __init__(
-        self,
-        options: MockSettings,
-        folder: Path,
-        block_size: int,
-        context: int,
-        adapters: list[str],
-        retention: RetentionOptions,
-        store: StoreFactory | None,
-        limits: WaitLimits,
-        name: str,
-        timeline: StartTimeline,
-    ) -> None:
-        self._timeline = timeline
-        self._name = name
-        self._options = options
-        self._folder = folder
-        self._block_size = block_size
-        self._context = context
-        self._adapters = adapters
-        self._retention = retention
-        self._store = store
-        self._limits = limits
+    def __init__(self, context: EngineContext) -> None:
+        worker, mock = context.settings.worker, context.settings.mock
+        if mock.kvbm and (mock.host_blocks or mock.disk_blocks):
+            raise EngineConfigError("mock.kvbm excludes mock.host_blocks and mock.disk_blocks")
+        longest = worker.context or model_context(context.folder)
+        self._timeline = context.timeline
+        self._name = worker.name  # workers of the same settings differ in their random pace
+        self._options = mock
+        self._folder = context.folder
+        self._block_size = worker.block_size
+        self._context = min(longest, mock.blocks * worker.block_size)
+        self._adapters = worker.adapters
+        self._retention = retention_options(worker)
+        self._store = context.store if mock.kvbm else None
+        self._limits = tier_limits(worker)
         self._ranks: list[MockRank] = []
         self._kvbms: list[KvbmTiers] = []
         self._live: dict[str, _Live] = {}
@@ -133,7 +88,7 @@ class MockEngine:
         self._writer: AnswerWriter | None = None
         self._sink: Sink | None = None
         self._loader = MockLoader(self._ranks, self._request)
-        self._prefetches = PrefetchQueue(self._loader, block_size)
+        self._prefetches = PrefetchQueue(self._loader, self._block_size)
 
     def cannot_sleep(self) -> str:
         return ""
@@ -160,13 +115,17 @@ class MockEngine:
         options = self._options
         await self.park()
         self._sink = sink
-        core_options = self._core_options()
+        try:
+            made = core_options(options, self._block_size, self._retention)
+        except StepProfileError as error:
+            raise EngineConfigError(str(error)) from error
         if options.startup_s:
             with self._timeline.phase(StartPhase.WEIGHTS):
                 await asyncio.sleep(options.startup_s)
+        faults = msgspec.convert(options, Faults, from_attributes=True)
         for rank in range(options.dp_ranks):
-            core = MockCore(core_options, f"{self._name} {options.seed} {rank}")
-            self._ranks.append(MockRank(rank, core, self, _faults(options), options.tick_s))
+            core = MockCore(made, f"{self._name} {options.seed} {rank}")
+            self._ranks.append(MockRank(rank, core, self, faults, options.tick_s))
         if self._store is not None:
             await self._open_kvbms(self._store)
         for started in self._ranks:
@@ -185,7 +144,14 @@ class MockEngine:
         if not 0 <= work.rank < len(self._ranks):
             raise Rejected(f"there is no rank {work.rank}")
         if self._options.poison:
-            self._apply_poison(work)
+            # Inject the configured fault if the prompt contains the poison text
+            prompt = memoryview(work.tokens).cast("I").tolist()
+            if self._writer is not None and self._options.poison in self._writer.text(prompt):
+                effect = self._options.poison_effect
+                log.warning("injected %s by request %s", effect, work.request)
+                if effect == "block":
+                    time.sleep(BLOCK_S)
+                self._ranks[work.rank].poison(effect)
         try:
             if work.pooling is not None:
                 pooling.check(work.pooling)
@@ -198,16 +164,6 @@ class MockEngine:
             live.pooled = work, work.pooling
         self._has_logprobs |= work.sampling.logprobs is not None
         self._prefetches.on_request(work)
-
-    def _apply_poison(self, work: Work) -> None:
-        """Inject the configured fault if the prompt contains the poison text."""
-        prompt = memoryview(work.tokens).cast("I").tolist()
-        if self._writer is not None and self._options.poison in self._writer.text(prompt):
-            effect = self._options.poison_effect
-            log.warning("injected %s by request %s", effect, work.request)
-            if effect == "block":
-                time.sleep(BLOCK_S)
-            self._ranks[work.rank].poison(effect)
 
     def prefetch(self, command: Prefetch) -> str:
         if not 0 <= command.rank < len(self._ranks):
@@ -387,29 +343,6 @@ class MockEngine:
         )
         return AnswerWriter(text, answers, script)
 
-    def _core_options(self) -> CoreOptions:
-        options = self._options
-        try:
-            source = options.profile
-            profile = load_step_profile(source) if source is not None else None
-        except StepProfileError as error:
-            raise EngineConfigError(str(error)) from error
-        limits = SchedulerLimits(
-            block_size=self._block_size,
-            max_sequences=options.max_sequences,
-            max_batched_tokens=options.max_batched_tokens,
-            watermark=options.watermark,
-        )
-        return CoreOptions(
-            options.blocks,
-            limits,
-            profile or PolynomialStepModel(),
-            tier_options(options),
-            options.speedup,
-            retention=self._retention,
-            pace=pace_options(options),
-        )
-
     def _info(self) -> EngineInfo:
         options = self._options
         return EngineInfo(
@@ -465,14 +398,4 @@ def _total(counts: list[TierCounts]) -> TierCounts:
         written=sum(each.written for each in counts),
         skipped=sum(each.skipped for each in counts),
         corrupt=sum(each.corrupt for each in counts),
-    )
-
-
-def _faults(options: MockSettings) -> Faults:
-    return Faults(
-        crash_step=options.crash_step,
-        hang_step=options.hang_step,
-        slow_step=options.slow_step,
-        slow_factor=options.slow_factor,
-        lose_every=options.lose_every,
     )

@@ -5,47 +5,24 @@ arena takes as long as the KV of the block would, so the kvbm decides as it does
 """
 
 import asyncio
-import logging
 from array import array
-from contextlib import aclosing
 from hashlib import blake2b
 from typing import NamedTuple
 
 from kvmesh._native import xxh3
 from kvmesh.blocks.arena import ArenaView
 from kvmesh.blocks.digests import root_digest
-from kvmesh.blocks.kvbm_client import (
-    FetchedPart,
-    KvbmClient,
-    KvbmPrompt,
-    PendingWrite,
-    TierSpeeds,
-    digest_of,
-)
-from kvmesh.blocks.write_through import WriteThrough
+from kvmesh.blocks.kvbm_client import FetchedPart, KvbmClient, KvbmPrompt, PendingWrite, digest_of
 from kvmesh.bus.messages import KvLayout, LayerLayout
 from kvmesh.hashing import DIGEST_BYTES, HASH_BYTES
-from kvmesh.runtime.background import BackgroundTasks
-from kvmesh.worker.adapters.backward_onboarding import BackwardOnboarding
-from kvmesh.worker.adapters.throughput import MIN_MEASURED_TOKENS, Throughput
-from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.enginecore.backward_load import LoadBatch
 from kvmesh.worker.enginecore.sequence import Sequence
-from kvmesh.worker.enginecore.simulated_tiers import TIERS, Link
+from kvmesh.worker.enginecore.simulated_tiers import Link
+from kvmesh.worker.engines.engine_tiers import EngineTiers, TierLimits
 from kvmesh.worker.engines.mock.node_tiers import retained
 from kvmesh.worker.engines.mock.rank import MockRank
 
-log = logging.getLogger(__name__)
 STORED_BYTES = 4096
-
-
-class WaitLimits(NamedTuple):
-    """A load waits up to `wait_s` for blocks that other workers compute, and ends after
-    `deadline_s`. Up to `queue` blocks wait for write-through."""
-
-    wait_s: float
-    deadline_s: float
-    queue: int
 
 
 class MockBlocks(NamedTuple):
@@ -75,76 +52,38 @@ def stand_in_layout(block_size: int) -> KvLayout:
     )
 
 
-class KvbmTiers:
+class KvbmTiers(EngineTiers[MockBlocks]):
     """Moves blocks between a rank and its node's kvbm; implements `NodeTiers` for the rank's core.
 
     `client` is connected with `stand_in_layout`.
     """
 
-    def __init__(self, rank: MockRank, client: KvbmClient, limits: WaitLimits) -> None:
+    def __init__(self, rank: MockRank, client: KvbmClient, limits: TierLimits) -> None:
+        super().__init__(rank.core.scheduler, client, limits, self._publish_changes)
         self._rank = rank
         self._core = rank.core
-        self._client = client
-        self._limits = limits
         options = rank.core.options
         speed = options.tiers.host_bytes_per_s * options.speedup
         self._to_engine, self._from_engine = Link(speed), Link(speed)
         self._stored_bytes = client.worker.layout.block_bytes
-        self.writer: WriteThrough[MockBlocks] = WriteThrough(client, self, limits.queue)
         self._filled: dict[str, MockBlocks] = {}
         self._offered: dict[str, int] = {}
         self._prompted: list[str] = []
         self._looked_up: set[str] = set()
-        self._tasks: dict[Sequence, asyncio.Task[None]] = {}
-        self._onboarding = BackwardOnboarding(rank.core.scheduler, client, self, self._on_change)
-        self._touches = BackgroundTasks()
-        self._loaded = [0] * len(TIERS)
-        self._corrupt = 0
         self._attachments = 0
         self._computed_tokens = 0
-        self._compute_speed = Throughput()
-        self._load_speed = Throughput()
 
     async def open(self) -> None:
-        await self._client.open()
-        self.writer.start()
+        await super().open()
         self._core.node_tiers = self
 
-    async def close(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        await self._onboarding.close()
-        await self._touches.close()
-        await self.writer.close()
-        await self._client.close()
-
-    @property
-    def counts(self) -> TierCounts:
-        return TierCounts(
-            loaded=self._loaded,
-            written=self.writer.written,
-            skipped=self.writer.skipped,
-            corrupt=self._corrupt,
-        )
-
     # the core's side
-
-    @property
-    def available(self) -> bool:
-        return self._client.key is not None
-
-    @property
-    def load_ratio(self) -> float:
-        return self._speeds.load_ratio(self._client.worker.layout)
 
     def on_filled(self, sequence: Sequence) -> None:
         request, full = sequence.request.id, sequence.full_blocks
         if self.available and request not in self._looked_up:
             self._looked_up.add(request)
-            self._touches.start(self._touch(sequence), "touch")
+            self.touch(sequence)
         if sequence.request.ephemeral:
             return
         hashes, local = sequence.sequence_hashes[:full], sequence.local_hashes[:full]
@@ -153,25 +92,11 @@ class KvbmTiers:
     def on_prompt(self, sequence: Sequence) -> None:
         self._prompted.append(sequence.request.id)
 
-    def poll(self) -> None:
-        """Start onboarding for sequences that wait; end it for those that need no more blocks."""
-        over = self._onboarding.ended()
-        for sequence in [s for s in self._tasks if s in over or not s.awaits_blocks]:
-            self._tasks.pop(sequence).cancel()
-        for sequence in self._core.scheduler.loading:
-            if sequence not in self._tasks and sequence.ready_at == float("inf"):
-                self._looked_up.add(sequence.request.id)
-                task = asyncio.create_task(self._onboard(sequence), name="onboarding")
-                self._tasks[sequence] = task
-        self._onboarding.move()
-
     def settle(self, seconds: float) -> None:
         """Offer the blocks that became full in steps of `seconds`, which have ended."""
         computed = self._core.counters.computed_tokens
         tokens, self._computed_tokens = computed - self._computed_tokens, computed
-        if tokens >= MIN_MEASURED_TOKENS:
-            self._compute_speed.record(tokens, seconds)
-            self._core.scheduler.backward.token_s = 1 / self._compute_speed.value
+        self.measure(tokens, seconds)
         if self._attachments != self._client.attachments:
             self._attachments = self._client.attachments
             self._offered.clear()
@@ -191,40 +116,12 @@ class KvbmTiers:
 
     # onboarding
 
-    @property
-    def _speeds(self) -> TierSpeeds:
-        return TierSpeeds(compute_tps=self._compute_speed.value, load_bps=self._load_speed.value)
+    def looked_up(self, sequence: Sequence) -> None:
+        self._looked_up.add(sequence.request.id)
 
-    async def _touch(self, sequence: Sequence) -> None:
-        """Let the kvbm record the use of a prompt that did not wait for it."""
-        hashes = sequence.reusable
-        item = MockBlocks(
-            sequence.request.id, hashes, sequence.local_hashes[: len(hashes)], sequence
-        )
-        prompt = self._describe(item)
-        if prompt is not None:
-            loading = self._client.load(prompt, len(hashes), self._speeds, 0.0, 0.0)
-            async with aclosing(loading) as parts:
-                async for _ in parts:
-                    break
-
-    async def _onboard(self, sequence: Sequence) -> None:
-        request, blocks = sequence.request.id, len(sequence.reusable)
-        try:
-            hashes, local = sequence.reusable, sequence.local_hashes[:blocks]
-            prompt = self._describe(MockBlocks(request, hashes, local, sequence))
-            if prompt is not None:
-                limits = self._limits
-                await self._onboarding.load(
-                    sequence, prompt, self._speeds, limits.wait_s, limits.deadline_s
-                )
-        except (RuntimeError, ValueError, OSError) as error:
-            log.error("request %s: cannot load blocks: %s", request, error)
-        finally:
-            if self._tasks.get(sequence) is asyncio.current_task():
-                del self._tasks[sequence]
-                self._core.finish_loading(sequence, asyncio.get_running_loop().time())
-                self._on_change()
+    async def describe(self, sequence: Sequence, hashes: "array[int]") -> KvbmPrompt | None:
+        local = sequence.local_hashes[: len(hashes)]
+        return self._describe(MockBlocks(sequence.request.id, hashes, local, sequence))
 
     async def copy_in(
         self, sequence: Sequence, batch: LoadBatch, prompt: KvbmPrompt, part: FetchedPart
@@ -241,10 +138,7 @@ class KvbmTiers:
             for tier in part.tiers[first : batch.end - part.first]:
                 self._loaded[tier] += 1
         if valid < len(batch):
-            self._corrupt += 1
-            block = batch.end - valid - 1
-            log.warning("request %s: block %d has a wrong checksum", prompt.request, block)
-            self._client.report_corrupt(part, digest_of(prompt, block))
+            self._on_corrupt(prompt, part, batch.end - valid - 1)
         return valid
 
     def _count_valid(self, prompt: KvbmPrompt, part: FetchedPart, batch: LoadBatch) -> int:
@@ -255,7 +149,7 @@ class KvbmTiers:
                 return batch.end - 1 - block
         return len(batch)
 
-    def _on_change(self) -> None:
+    def _publish_changes(self) -> None:
         self._rank.publish_events()
         self._rank.wake()
 
@@ -292,9 +186,6 @@ class KvbmTiers:
     def release(self, item: MockBlocks) -> None:
         self._core.blocks.unlock(item.hashes)
         self._rank.wake()
-
-    def drop(self, item: MockBlocks) -> None:
-        pass
 
     def _describe(self, item: MockBlocks) -> KvbmPrompt | None:
         if self._client.key is None:

@@ -11,7 +11,7 @@ class NodeTiers(Protocol):
 
     @property
     def available(self) -> bool:
-        """True if sequences wait for blocks from there, until `MockCore.finish_loading`."""
+        """True if sequences wait for blocks from there, until `Scheduler.end_loading`."""
         ...
 
     @property

@@ -4,42 +4,27 @@ import math
 from dataclasses import dataclass
 from random import Random
 
-from kvmesh.settings.schema import MockSettings
-
 WARM = 0.5  # of the greatest heat; below it an engine is not slowed
 
 
 @dataclass(frozen=True)
 class PaceOptions:
-    """Factors by which steps take longer than the performance model says.
+    """Factors by which steps take longer than the performance model says, named as in `[mock]`.
 
-    - `prefill` and `decode` apply to that work at all times.
+    - `slow_prefill` and `slow_decode` apply to that work at all times.
     - A noisy neighbour multiplies both by `noise` in spells of `noise_s` seconds on average, with
       calm ones of `calm_s` between them. Both are exponential.
     - Heat follows the share of time in steps with the time constant `heat_s`. From WARM on it slows
       both in proportion, up to `heat` for an engine that is always busy.
     """
 
-    prefill: float = 1.0
-    decode: float = 1.0
+    slow_prefill: float = 1.0
+    slow_decode: float = 1.0
     noise: float = 1.0
     noise_s: float = 30.0
     calm_s: float = 60.0
     heat: float = 1.0
     heat_s: float = 60.0
-
-
-def pace_options(mock: MockSettings) -> PaceOptions:
-    """The pace of the [mock] settings."""
-    return PaceOptions(
-        mock.slow_prefill,
-        mock.slow_decode,
-        mock.noise,
-        mock.noise_s,
-        mock.calm_s,
-        mock.heat,
-        mock.heat_s,
-    )
 
 
 class Pace:
@@ -63,7 +48,7 @@ class Pace:
         slow = self._noise(now) if options.noise != 1.0 else 1.0
         if options.heat != 1.0:
             slow *= self._heat(now, busy_s)
-        return options.prefill * slow, options.decode * slow
+        return options.slow_prefill * slow, options.slow_decode * slow
 
     def _noise(self, now: float) -> float:
         options = self.options

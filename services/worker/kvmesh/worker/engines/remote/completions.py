@@ -44,7 +44,13 @@ def request_fields(
 def read_chunk(chunk: Mapping[str, Any]) -> StreamOutput:
     """Read a server-sent chunk; raises Rejected or EngineUnavailable for an error chunk."""
     if "error" in chunk:
-        _fail(chunk["error"])
+        error = chunk["error"]
+        if not isinstance(error, Mapping):
+            raise EngineUnavailable(str(error))
+        message = str(error.get("message", error))
+        if 400 <= int(error.get("code") or 500) < 500:
+            raise Rejected(message)
+        raise EngineUnavailable(message)
     if not chunk.get("choices"):
         return StreamOutput([], cached=cached_tokens(chunk))
     choice = chunk["choices"][0]
@@ -65,15 +71,6 @@ def cached_tokens(content: Mapping[str, Any]) -> int | None:
     details = usage.get("prompt_tokens_details") if isinstance(usage, Mapping) else None
     count = details.get("cached_tokens") if isinstance(details, Mapping) else None
     return count if isinstance(count, int) and count >= 0 else None
-
-
-def _fail(error: Any) -> None:
-    if not isinstance(error, Mapping):
-        raise EngineUnavailable(str(error))
-    message = str(error.get("message", error))
-    if 400 <= int(error.get("code") or 500) < 500:
-        raise Rejected(message)
-    raise EngineUnavailable(message)
 
 
 def _logprobs(logprobs: Mapping[str, Any] | None) -> list[dict[int, float]] | None:

@@ -1,6 +1,6 @@
 """The load of an inference server, from the series of its /metrics."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -45,7 +45,10 @@ def gauges_of(samples: Iterable[Sample], model: str) -> Gauges:
     for sample in samples:
         by_name.setdefault(sample[0], []).append(sample)
     names = _SGLANG if _SGLANG["running"] in by_name else _VLLM
-    found = {key: _ranks(by_name.get(name, []), model) for key, name in names.items()}
+    found = {
+        key: _ranks(by_name.get(name, []), model, max if key == "usage" else sum)
+        for key, name in names.items()
+    }
     totals = {key: sum(ranks) if ranks else None for key, ranks in found.items()}
     usages, running, waiting = found["usage"], totals["running"], totals["waiting"]
     return Gauges(
@@ -105,17 +108,33 @@ def _served(samples: list[Sample], model: str) -> list[int] | None:
     return tokens_by_tier(by_source)
 
 
-def _ranks(samples: list[Sample], model: str) -> list[float]:
-    """The value of each data-parallel rank.
+def _ranks(
+    samples: list[Sample], model: str, joined: Callable[[Iterable[float]], float]
+) -> list[float]:
+    """The value of each data-parallel rank; a server may serve other models.
 
-    SGLang splits a total by priority and repeats it without one; a server may serve other models.
+    The processes of a rank (labels `…_rank`, `pid`) repeat its value. A label that differs among
+    other series splits it: SGLang splits a total by priority and repeats it without one, `joined`
+    makes one value of parts without a total.
     """
-    of_model = _of_model(samples, model)
-    totals = [s for s in of_model if not s[1].get("priority")]
-    ranks: dict[str | None, float] = {}
-    for _, labels, value in totals:
-        rank = next((labels[name] for name in _RANKS if name in labels), None)
-        ranks[rank] = max(value, ranks.get(rank, value))  # each rank of a tensor-parallel group
-    if totals or not of_model:
-        return list(ranks.values())
-    return [sum(value for _, _, value in of_model)]
+    ranks: dict[str | None, list[Sample]] = {}
+    for sample in _of_model(samples, model):
+        rank = next((sample[1][name] for name in _RANKS if name in sample[1]), None)
+        ranks.setdefault(rank, []).append(sample)
+    return [_value(of_rank, joined) for of_rank in ranks.values()]
+
+
+def _value(samples: list[Sample], joined: Callable[[Iterable[float]], float]) -> float:
+    names = {
+        name
+        for _, labels, _ in samples
+        for name in labels
+        if name not in ("pid", "model_name") and not name.endswith("_rank")
+    }
+    splits = [name for name in sorted(names) if len({s[1].get(name) for s in samples}) > 1]
+    parts: dict[tuple[str, ...], float] = {}
+    for _, labels, value in samples:
+        part = tuple(labels.get(name, "") for name in splits)
+        parts[part] = max(value, parts.get(part, value))
+    total = parts.get(("",) * len(splits))
+    return joined(parts.values()) if total is None else total

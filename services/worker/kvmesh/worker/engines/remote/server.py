@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
+from math import isfinite
 from typing import Any
 
 import aiohttp
@@ -264,7 +265,8 @@ def _object(text: str) -> dict[str, Any]:
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            yield sample.name, sample.labels, sample.value
+            if isfinite(sample.value):
+                yield sample.name, sample.labels, sample.value
 
 
 def _whole(text: str | None) -> int:

@@ -45,46 +45,29 @@ log = logging.getLogger(__name__)
 ROOMS = 1 << 63  # SGLang's ids of transfers are signed 64-bit integers
 
 
-def create(context: EngineContext) -> "SglangEngine":
-    """Create SGLang with the arguments of `[sglang]` for the model in the folder."""
-    settings, folder = context.settings, context.folder
-    worker, transfer = settings.worker, settings.transfer
-    arguments = server_arguments(settings, folder)
-    if context.weights is None:
-        check_weights(arguments["model_path"], arguments.get("load_format", "auto"))
-    served = worker.served_name or folder.name
-    max_context = arguments.get("context_length") or model_context(folder)
-    address = transfer.advertise or transfer.host
-    model = LinkedArgument(context.weights, folder, "model_path")
-    return SglangEngine(arguments, served, max_context, worker.adapters, address, model)
-
-
 class SglangEngine(StreamingAdapter):
-    """One `sglang.Engine` with one or more data-parallel ranks.
+    """SGLang with the arguments of `[sglang]` for the model in the folder: one or more ranks.
 
     A prefill engine answers with the handoff at once and computes the prompt when the decode engine
     has connected to `address`: SGLang transfers KV only between requests that run on both sides.
     """
 
-    def __init__(
-        self,
-        arguments: dict[str, Any],
-        served: str,
-        context: int,
-        adapters: list[str],
-        address: str,
-        model: LinkedArgument,
-    ) -> None:
+    def __init__(self, context: EngineContext) -> None:
         super().__init__()
-        self._model = model
+        settings, folder = context.settings, context.folder
+        worker, transfer = settings.worker, settings.transfer
+        arguments = server_arguments(settings, folder)
+        if context.weights is None:
+            check_weights(arguments["model_path"], arguments.get("load_format", "auto"))
+        self._model = LinkedArgument(context.weights, folder, "model_path")
         self._arguments = arguments
-        self._context = context
-        self._adapters = adapters
-        self._address = address
+        self._context = arguments.get("context_length") or model_context(folder)
+        self._adapters = worker.adapters
+        self._address = transfer.advertise or transfer.host
         self._mode = arguments.get("disaggregation_mode", "null")
         self._block_size = int(arguments["page_size"])
         self._ranks = int(arguments.get("dp_size", 1))
-        self._salts = PromptSalts(served, self._block_size)
+        self._salts = PromptSalts(worker.served_name or folder.name, self._block_size)
         self._folder = ScratchFolder()
         self._engine: Any = None
         self._ledgers: list[CacheLedger] = []
@@ -171,7 +154,8 @@ class SglangEngine(StreamingAdapter):
         )
 
     def _describe(self) -> EngineInfo:
-        info = _scheduler_info(self._engine)
+        # Start-up information of the first scheduler
+        info = dict(self._engine._scheduler_init_result.scheduler_infos[0])
         self._blocks = info.get("max_total_num_tokens", 0) // self._block_size
         return EngineInfo(
             name="sglang",
@@ -248,11 +232,6 @@ def _refusal(done: Any) -> str:
     if done.success:
         return ""
     return getattr(done, "message", "") or "SGLang refuses while requests run"
-
-
-def _scheduler_info(engine: Any) -> dict[str, Any]:
-    """Start-up information of the first scheduler."""
-    return dict(engine._scheduler_init_result.scheduler_infos[0])
 
 
 def _connect_endpoint(endpoint: str, rank: int) -> str:

@@ -94,7 +94,7 @@ class LowerTierHooks(Protocol):
 
     @property
     def available(self) -> bool:
-        """True if sequences wait for blocks from there, until `finish_loading`."""
+        """True if sequences wait for blocks from there, until `Scheduler.end_loading`."""
         ...
 
     def on_filled(self, request: EngineRequest, sequence: Sequence) -> None:
@@ -223,15 +223,6 @@ class TorchCore:
     def request(self, sequence: Sequence) -> EngineRequest:
         """The request of a live sequence."""
         return self._requests[sequence.request.id]
-
-    def finish_loading(self, sequence: Sequence) -> None:
-        """Let a sequence that waits for lower tiers continue without blocks from there."""
-        if sequence.state is not SequenceState.LOADING:
-            return
-        self.scheduler.lock_held(sequence)
-        if not sequence.cached_reported:
-            sequence.cached = [sequence.computed]
-        sequence.ready_at = 0.0
 
     def take_events(self) -> list[KvEvent]:
         """KV events since the last call."""

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -26,9 +25,7 @@ from kvmesh.bus.messages import (
     Work,
 )
 from kvmesh.retention.awaited_prompts import on_clock
-from kvmesh.settings.schema import Settings
 from kvmesh.transfer import TransferError, Transport
-from kvmesh.weights.answer import WeightsAccess
 from kvmesh.worker.adapters.arena_tensors import ArenaTensors
 from kvmesh.worker.adapters.prefetching.queue import PrefetchQueue
 from kvmesh.worker.capabilities import HandoffCounts, TierCounts, never
@@ -45,10 +42,12 @@ from kvmesh.worker.engine import (
 )
 from kvmesh.worker.enginecore.block_manager import ENGINE
 from kvmesh.worker.enginecore.counters import RetentionState
+from kvmesh.worker.enginecore.rank_load import rank_load
 from kvmesh.worker.enginecore.retention import RetentionManager
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
+from kvmesh.worker.engines.engine_tiers import tier_limits
 from kvmesh.worker.engines.retention_settings import retention_options
-from kvmesh.worker.engines.torch.blocks.lower_tiers import LowerTierOptions, LowerTiers
+from kvmesh.worker.engines.torch.blocks.lower_tiers import LowerTiers
 from kvmesh.worker.engines.torch.constraints.guided import GrammarCache
 from kvmesh.worker.engines.torch.core import TorchCore
 from kvmesh.worker.engines.torch.handoff import Handoffs, staging_memory
@@ -59,7 +58,6 @@ from kvmesh.worker.engines.torch.model.preparation import prepare_model
 from kvmesh.worker.engines.torch.model.sampling import Sampler
 from kvmesh.worker.engines.torch.prefetch import TorchPrefetcher
 from kvmesh.worker.model_folder import model_context
-from kvmesh.worker.start.timeline import StartTimeline
 
 log = logging.getLogger(__name__)
 CLOSE_S = 10.0
@@ -67,33 +65,18 @@ POLL_S = 0.05
 RANK = 0
 
 
-def create(context: EngineContext) -> "TorchEngine":
-    """Create the engine from `[worker]` and `[torch]` for the model in the folder."""
-    settings = context.settings
-    return TorchEngine(settings, context.folder, context.store, context.timeline, context.weights)
-
-
 class TorchEngine:
-    """One model and one rank in this process; `store`, if given, connects to the kvbm.
+    """The model in the folder, with `[worker]` and `[torch]`: one rank in this process."""
 
-    `access`, if given, leads to weights that other workers have.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        folder: Path,
-        store: StoreFactory | None,
-        timeline: StartTimeline,
-        access: WeightsAccess | None = None,
-    ) -> None:
-        self._timeline = timeline
+    def __init__(self, context: EngineContext) -> None:
+        settings = context.settings
+        self._timeline = context.timeline
         self._options = settings.torch
         self._worker = settings.worker
         self._transfer = settings.transfer
-        self._folder = folder
-        self._store = store
-        self._access = access
+        self._folder = context.folder
+        self._store = context.store
+        self._access = context.weights
         self._weights: TorchWeights | None = None
         self._lower_tiers: LowerTiers | None = None
         self._handoffs: Handoffs | None = None
@@ -224,37 +207,9 @@ class TorchEngine:
         return True
 
     def load(self, instance: str) -> list[Load]:
-        core, counters = self._core, self._core.counters
-        decoding = core.scheduler.decoding
-        return [
-            Load(
-                instance=instance,
-                rank=RANK,
-                running=core.scheduler.running,
-                waiting=core.scheduler.waiting_count + self._transferring,
-                active_blocks=core.blocks.active,
-                cached_blocks=core.blocks.cached,
-                total_blocks=core.blocks.capacity,
-                prefill_tokens=core.scheduler.prefill_tokens,
-                steps=counters.steps,
-                prompt_tokens=counters.prompt_tokens,
-                cached_tokens=counters.cached_tokens,
-                output_tokens=counters.output_tokens,
-                requests=counters.requests,
-                preemptions=core.scheduler.preemptions,
-                aborted=counters.aborted,
-                step_s=counters.step_s,
-                busy_s=counters.busy_s,
-                computed_tokens=counters.computed_tokens,
-                decoding=len(decoding.members),
-                decode_tokens=decoding.kv_tokens,
-                decode_var=decoding.kv_variance,
-                waiting_tokens=core.scheduler.waiting_tokens,
-                waiting_var=core.scheduler.waiting_variance,
-                prefill_steps=counters.prefill_steps,
-                load_ratio=self._lower_tiers.load_ratio if self._lower_tiers is not None else 0.0,
-            )
-        ]
+        core, ratio = self._core, self._lower_tiers.load_ratio if self._lower_tiers else 0.0
+        transferring = self._transferring
+        return [rank_load(instance, RANK, core.scheduler, core.counters, ratio, transferring)]
 
     def dump(self, rank: int) -> None:
         if rank == RANK:
@@ -385,14 +340,8 @@ class TorchEngine:
     async def _open_lower_tiers(self, core: TorchCore, store: StoreFactory) -> None:
         arenas = ArenaTensors(core.model.device)
         client = store(core.model.layout, arenas)
-        deadline_s = self._worker.hang_timeout_s / 3
-        options = LowerTierOptions(
-            wait_s=min(self._worker.shared_wait_s, deadline_s),
-            deadline_s=deadline_s,
-            queue=self._worker.write_through_blocks,
-        )
         self._lower_tiers = core.lower_tiers = LowerTiers(
-            core, client, arenas, options, self._on_blocks_changed
+            core, client, arenas, tier_limits(self._worker), self._on_blocks_changed
         )
         await self._lower_tiers.open()
 

@@ -6,10 +6,11 @@ as if it had computed them. After any failure the decode engine computes the pro
 """
 
 import asyncio
+import heapq
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import repeat
@@ -30,12 +31,43 @@ from kvmesh.worker.enginecore.sequence import hash_prompt
 from kvmesh.worker.engines.torch.blocks.block_io import HeldPrefix, check_layout, lock_held_prefix
 from kvmesh.worker.engines.torch.core import TorchCore
 from kvmesh.worker.engines.torch.model.paged_model import PagedModel
-from kvmesh.worker.engines.torch.staging import Staging
 from kvmesh.worker.engines.torch.threads import run_to_end
 
 log = logging.getLogger(__name__)
 DRAIN_S = 2.0
 OFFERED, FETCHED, DONE, FAILED = "offered", "fetched", "done", "failed"
+
+
+class Staging:
+    """Slots 0 … `count` - 1, allocated in the order of the calls, regardless of their size."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._free = list(range(count))
+        self._lock = asyncio.Lock()
+        self._released = asyncio.Event()
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    async def allocate(self, count: int) -> list[int]:
+        """Wait for `count` free slots and allocate the lowest, which are mostly contiguous.
+
+        Raises ValueError if `count` exceeds the number of all slots.
+        """
+        if count > self._count:
+            raise ValueError(f"{count} blocks exceed the staging memory of {self._count}")
+        async with self._lock:
+            while len(self._free) < count:
+                self._released.clear()
+                await self._released.wait()
+            return [heapq.heappop(self._free) for _ in range(count)]
+
+    def release(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            heapq.heappush(self._free, slot)
+        self._released.set()
 
 
 class HandoffDescriptor(Struct, frozen=True, kw_only=True):

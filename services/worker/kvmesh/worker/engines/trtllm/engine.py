@@ -49,7 +49,6 @@ from kvmesh.worker.engine import (
     Sink,
 )
 from kvmesh.worker.enginecore.counters import LedgerCounts
-from kvmesh.worker.enginecore.retention_options import RetentionOptions
 from kvmesh.worker.engines.retention_settings import retention_options
 from kvmesh.worker.engines.trtllm.events import EventReader
 from kvmesh.worker.model_folder import model_context
@@ -70,49 +69,35 @@ HANDOFF = (
 )
 
 
-def create(context: EngineContext) -> "TrtllmEngine":
-    """Create TensorRT-LLM with the arguments of `[trtllm]` for the model in the folder."""
-    worker, trtllm = context.settings.worker, context.settings.trtllm
-    arguments = engine_arguments(trtllm.args, trtllm.args_file)
-    kv_cache = {
-        "enable_block_reuse": True,
-        "event_buffer_max_size": EVENT_BUFFER,
-        "tokens_per_block": worker.block_size,
-        **arguments.pop("kv_cache_config", {}),
-    }
-    if worker.context:
-        arguments.setdefault("max_seq_len", worker.context)
-    if worker.serves != "aggregated":
-        arguments.setdefault("cache_transceiver_config", {"backend": "DEFAULT"})
-    if worker.serves == "prefill":
-        # overlap serves decoding, of which a context phase has none
-        arguments.setdefault("disable_overlap_scheduler", True)
-    arguments = {"model": str(context.folder), **arguments}
-    served = worker.served_name or context.folder.name
-    max_context = arguments.get("max_seq_len") or model_context(context.folder)
-    model = LinkedArgument(context.weights, context.folder, "model")
-    return TrtllmEngine(arguments, kv_cache, served, max_context, retention_options(worker), model)
-
-
 class TrtllmEngine(StreamingAdapter):
-    """One `LLM` as one rank; under attention data parallelism the rank holds all blocks."""
+    """TensorRT-LLM with the arguments of `[trtllm]` for the model in the folder: one rank.
 
-    def __init__(
-        self,
-        arguments: dict[str, Any],
-        kv_cache: dict[str, Any],
-        served: str,
-        context: int,
-        retention: RetentionOptions,
-        model: LinkedArgument,
-    ) -> None:
+    Under attention data parallelism the rank holds all blocks.
+    """
+
+    def __init__(self, context: EngineContext) -> None:
         super().__init__()
-        self._model = model
-        self._arguments = arguments
-        self._kv_cache = kv_cache
-        self._context = context
-        self._block_size = int(kv_cache["tokens_per_block"])
-        self._defaults = retention.defaults
+        worker, trtllm = context.settings.worker, context.settings.trtllm
+        arguments = engine_arguments(trtllm.args, trtllm.args_file)
+        self._kv_cache = {
+            "enable_block_reuse": True,
+            "event_buffer_max_size": EVENT_BUFFER,
+            "tokens_per_block": worker.block_size,
+            **arguments.pop("kv_cache_config", {}),
+        }
+        if worker.context:
+            arguments.setdefault("max_seq_len", worker.context)
+        if worker.serves != "aggregated":
+            arguments.setdefault("cache_transceiver_config", {"backend": "DEFAULT"})
+        if worker.serves == "prefill":
+            # overlap serves decoding, of which a context phase has none
+            arguments.setdefault("disable_overlap_scheduler", True)
+        self._arguments = {"model": str(context.folder), **arguments}
+        self._context = arguments.get("max_seq_len") or model_context(context.folder)
+        self._model = LinkedArgument(context.weights, context.folder, "model")
+        self._block_size = int(self._kv_cache["tokens_per_block"])
+        self._defaults = retention_options(worker).defaults
+        served = worker.served_name or context.folder.name
         self._salts = PromptSalts(served, self._block_size)
         self._reader = EventReader(self._block_size)
         self._ledger = CacheLedger(self._block_size, self._salts.root_salt)

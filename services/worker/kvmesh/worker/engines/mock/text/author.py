@@ -1,6 +1,5 @@
 """Answers of the mock: a pure function of the prompt, so that every worker gives the same one."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from random import Random
 
@@ -180,7 +179,7 @@ def _cut_at_stop(whole: MockAnswer, sampling: Sampling, generated: int) -> MockA
         return whole
     first = max(generated, sampling.min_tokens)
     tokens = whole.source.slice(first, whole.target)
-    at = _first_of(tokens, sampling.stop_token_ids)
+    at = next((i for i, token in enumerate(tokens) if token in sampling.stop_token_ids), None)
     return whole if at is None else MockAnswer(whole.source, first + at + 1, "stop")
 
 
@@ -189,7 +188,3 @@ def _end_of(tokens: list[int], mark: list[int]) -> int:
     size = len(mark)
     ends = range(size, len(tokens) + 1)
     return next((end for end in ends if tokens[end - size : end] == mark), 0)
-
-
-def _first_of(tokens: list[int], wanted: Collection[int]) -> int | None:
-    return next((i for i, token in enumerate(tokens) if token in wanted), None)

@@ -122,7 +122,11 @@ class _Writer:
             case {"type": "tag", "begin": str(begin), "content": content, "end": str(end)}:
                 return self._enclosed(begin, content, end)
             case {"type": "tags_with_separator", "tags": list(tags), **options} if tags:
-                return self._separated(tags, options)
+                tag = self._add(" | ".join(self.node(tag) for tag in tags))
+                if not options.get("stop_after_first"):
+                    separator = self.literal(str(options.get("separator", "")))
+                    tag = self._add(f"{tag} ({separator} {tag})*")
+                return tag if options.get("at_least_one") else self._add(f"{tag}?")
             case {"type": "triggered_tags", "triggers": list(triggers), "tags": list(tags), **rest}:
                 return self.triggered(triggers, tags, bool(rest.get("at_least_one")))
         raise ValueError(f"unknown structural tag {node!r:.80}")
@@ -157,13 +161,6 @@ class _Writer:
             trigger = ""
         head = f"{text} {self._text_until(trigger)}" if trigger else text
         return self._add(f"{head} {self._enclosed(begin[len(trigger) :], tag['content'], end)}")
-
-    def _separated(self, tags: list[object], options: dict[object, object]) -> str:
-        tag = self._add(" | ".join(self.node(tag) for tag in tags))
-        if not options.get("stop_after_first"):
-            separator = self.literal(str(options.get("separator", "")))
-            tag = self._add(f"{tag} ({separator} {tag})*")
-        return tag if options.get("at_least_one") else self._add(f"{tag}?")
 
     def _enclosed(self, begin: str, content: object, end: str) -> str:
         if isinstance(content, dict) and content.get("type") == "any_text" and end:

@@ -183,14 +183,10 @@ def _refusal(layer: str, kind: str) -> ValueError:
     )
 
 
-def _is_packed(spec: Any) -> bool:
-    """True if the KV of a token is not an array of the type, for example quantized with scales."""
-    return spec.state_content_bytes is not None or spec.tokens_per_state != 1
-
-
 def _equal_layers(spec: Any, count: int) -> dict[str, Any]:
     name = str(spec.dtype).removeprefix("torch.")
-    if not _is_packed(spec):
+    # True if the KV of a token is not an array of the type, for example quantized with scales
+    if not (spec.state_content_bytes is not None or spec.tokens_per_state != 1):
         layer = LayerLayout(spec.num_heads, spec.head_size, spec.head_size_v)
         return {"dtype": name, "item_bytes": spec.dtype.itemsize, "layers": [layer] * count}
     token_bytes = spec.num_states * spec.state_content_size_bytes / spec.block_size

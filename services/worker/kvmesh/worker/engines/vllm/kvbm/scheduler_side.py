@@ -297,19 +297,15 @@ def _origin(request: Any) -> RequestOrigin | None:
     try:
         origin = request_origin(request)
         if origin is not None:
-            _check_content(request, origin)
+            lora = request.lora_request
+            adapter = lora.lora_name if lora is not None else ""
+            if adapter != origin.adapter:
+                raise OriginError(f"its adapter is {adapter!r}, its origin's is {origin.adapter!r}")
+            if request.mm_features or request.prompt_embeds is not None:
+                raise OriginError("its prompt has more than tokens")
     except OriginError as error:
         log.warning("request %s uses no lower tiers: %s", request.request_id, error)
         return None
     if origin is not None and origin.adapter and adapter_name(origin.adapter) == origin.adapter:
         return None  # a bare name says nothing of the adapter's content
     return origin
-
-
-def _check_content(request: Any, origin: RequestOrigin) -> None:
-    lora = request.lora_request
-    adapter = lora.lora_name if lora is not None else ""
-    if adapter != origin.adapter:
-        raise OriginError(f"its adapter is {adapter!r}, its origin's is {origin.adapter!r}")
-    if request.mm_features or request.prompt_embeds is not None:
-        raise OriginError("its prompt has more than tokens")

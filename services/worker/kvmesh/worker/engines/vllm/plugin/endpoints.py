@@ -143,7 +143,11 @@ class RetentionEndpoints:
             command = _commands.decode(await _bytes(http))
         except msgspec.MsgspecError as error:
             raise RefusedCommand(400, str(error)) from error
-        if isinstance(command, Pin) and not _is_valid(command):
+        if isinstance(command, Pin) and not (
+            len(command.sequence_hashes) % HASH_BYTES == 0
+            and 0 < command.ttl_s < inf
+            and 0 <= command.priority <= MAX_LEVEL
+        ):
             raise RefusedCommand(400, "the pin is invalid")
         replies = await self._execute(command)
         states = [reply[STATE] for reply in replies]
@@ -169,14 +173,6 @@ class RetentionEndpoints:
         if errors:
             raise RefusedCommand(501, errors[0])
         return list(replies)
-
-
-def _is_valid(pin: Pin) -> bool:
-    return (
-        len(pin.sequence_hashes) % HASH_BYTES == 0
-        and 0 < pin.ttl_s < inf
-        and 0 <= pin.priority <= MAX_LEVEL
-    )
 
 
 def _kept(replies: list[dict[str, Any]]) -> Mapping[int, str]:

@@ -157,7 +157,8 @@ class PrefixCacheRetention:
         if namespace is None:
             namespace = self._namespaces[key] = next(self._namespace_ids)
             if len(self._namespaces) > MAX_UNUSED + len(self._namespace_of):
-                self._forget_unused_namespaces(namespace)
+                used = {namespace, *self._namespace_of}
+                self._namespaces = {k: v for k, v in self._namespaces.items() if v in used}
         of = self._namespace_of
         for block in blocks:
             of[block] = namespace
@@ -179,7 +180,11 @@ class PrefixCacheRetention:
             self._claim_range(request, found[middle - first : stop - first], wish, True, now)
         if request.raised is not None:
             self._claim_range(request, found, request.raised, False, now)
-        self._apply_pins(request, group, first, found, now)
+        # Pin those of the blocks `found`, from index `first` on, that pinned prefixes cover
+        per_block = self.group_sizes[group] // self.hash_size
+        for pin, blocks in self._pins.matching(request.sequence_hashes, now):
+            held = found[: max(blocks // per_block - first, 0)]
+            self._pin_blocks(pin, [block for block in held if block], now)
 
     def claim_copies(self, request: RetainedRequest, now: float) -> None:
         """Claim what a request computed a second time, in case its own copies are now the first.
@@ -275,15 +280,6 @@ class PrefixCacheRetention:
         self._runs.granted(blocks, granted)
         self._runs.update(made, blocks, now)
 
-    def _apply_pins(
-        self, request: RetainedRequest, group: int, first: int, found: list[int], now: float
-    ) -> None:
-        """Pin those of the blocks `found`, from index `first` on, that pinned prefixes cover."""
-        per_block = self.group_sizes[group] // self.hash_size
-        for pin, blocks in self._pins.matching(request.sequence_hashes, now):
-            held = found[: max(blocks // per_block - first, 0)]
-            self._pin_blocks(pin, [block for block in held if block], now)
-
     def _set_floors(self, blocks: Sequence[int], now: float) -> None:
         following: tuple[RetainedRun, Sequence[int]] | None = None
         floor = NO_FLOOR
@@ -374,10 +370,6 @@ class PrefixCacheRetention:
             for sequence_hash, block_hash in self._hash_of.items()
             if any(self._cache.find(block_hash, group) for group in groups)
         }
-
-    def _forget_unused_namespaces(self, newest: int) -> None:
-        used = {newest, *self._namespace_of}
-        self._namespaces = {k: v for k, v in self._namespaces.items() if v in used}
 
     # pins
 
