@@ -24,10 +24,10 @@ from kvmesh.weights.checkpoint import checkpoint_manifest
 from kvmesh.weights.client import MOST_UNREAD
 from kvmesh.weights.frames import ServingReport, WeightsTaken
 from kvmesh.weights.manifest import Manifest
+from kvmesh.weights.process.main import KV_S, LEAST_RATE
 from kvmesh.weights.process.manifests import ManifestStore
 from kvmesh.weights.process.offers import Offers
 from kvmesh.weights.process.readers import SourceReader
-from kvmesh.weights.process.serving_guard import KV_S, LEAST_RATE
 from kvmesh.weights.process.staging import ChunkBuffers
 from kvmesh.weights.store import WeightStore
 

@@ -16,17 +16,18 @@ from msgspec.structs import replace
 from kvmesh.bus.messages import (
     Decision,
     ExpectedReturn,
+    Hints,
     LearnerReport,
     Outcome,
     ReturnForecast,
     ToolEvent,
+    session_owner,
 )
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.returns.classes import MAX_WAITS, ClassNames, TurnHistory, class_keys
 from kvmesh.returns.curves import Awaited, ReturnCurves
 from kvmesh.returns.rates import BINS, pack_rates, share_within
 from kvmesh.returns.shadow_caches import LEAST_RETURNS, MEMORY_RETURNS, ShadowCaches
-from kvmesh.returns.tenants import SeenTenants
 from kvmesh.returns.tool_calls import ReportedTools, at_most_learned, due_rates
 from kvmesh.returns.value import values_by_age
 
@@ -37,6 +38,36 @@ MAX_EARLY = 1024  # ends that arrive before their placement, which another proce
 NO_RETURN = pack_rates((0.0,) * BINS)  # withdraws an earlier forecast
 MAX_DELAY_S = 1.0  # of a report on a tool, which nobody repeats: an older one is of a clock behind
 MAX_REPORTS = 64  # on tools, that change the forecast of one turn; of progress half as many
+SEEN_S = 900.0  # after its last request, a tenant's blocks have left
+
+
+class SeenTenants:
+    """The two latest tenants of a model's requests, by their fair class and by their sessions."""
+
+    def __init__(self) -> None:
+        self._classes: OrderedDict[str, float] = OrderedDict()
+        self._owners: OrderedDict[str, float] = OrderedDict()
+
+    def note(self, hints: Hints, now: float) -> None:
+        """Note a request at the Unix time `now`."""
+        _note(self._classes, hints.tenant or "", now)
+        if hints.session:
+            _note(self._owners, session_owner(hints.session), now)
+
+    def several(self, now: float) -> bool:
+        """True if more than one tenant has sent requests within SEEN_S."""
+        since = now - SEEN_S
+        for seen in (self._classes, self._owners):
+            if len(seen) > 1 and next(iter(seen.values())) > since:
+                return True
+        return False
+
+
+def _note(seen: OrderedDict[str, float], name: str, now: float) -> None:
+    seen[name] = now
+    seen.move_to_end(name)
+    if len(seen) > 2:
+        seen.popitem(last=False)
 
 
 class ReturnChance(NamedTuple):

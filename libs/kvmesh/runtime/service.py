@@ -15,8 +15,10 @@ from time import monotonic
 from typing import Any, TypeVar
 
 import uvloop
+from msgspec.structs import asdict
 from prometheus_client import REGISTRY
 
+from kvmesh._native import Watchdog
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import (
     BusError,
@@ -35,9 +37,9 @@ from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.bus.streams.keeper import keeper_of
 from kvmesh.bus.streams.preparation import prepare_streams, why_not_ready
 from kvmesh.bus.subjects import api_of
+from kvmesh.bus.ticks import next_tick
 from kvmesh.runtime import logs, memory
 from kvmesh.runtime.warnings import Warnings
-from kvmesh.runtime.watchdog import watch_loop
 from kvmesh.settings.live import with_own_sections
 from kvmesh.settings.schema import NatsSettings, Settings, StreamSettings
 from kvmesh.tracing.process import ProcessTracing, TracingUnavailable, open_tracing
@@ -47,6 +49,23 @@ DEFAULT_URL = "nats://127.0.0.1:4222"
 VERSION = version("kvmesh")
 T = TypeVar("T")
 QUICK_S = 1.0  # for NATS to be reached, at an ordinary start
+CHECKS = 10
+
+
+async def watch_loop(timeout_s: float) -> None:
+    """Until cancelled, abort the process if this loop does not run for about `timeout_s`.
+
+    The stacks of all threads go to standard error. A process stopped by SIGSTOP or by a sleeping
+    machine does not count as hanging.
+    """
+    step = timeout_s / CHECKS
+    watchdog = Watchdog(step, CHECKS)
+    try:
+        while True:
+            watchdog.tick()
+            await next_tick(step / 2)
+    finally:
+        watchdog.stop()
 
 
 class StartError(Exception):
@@ -284,36 +303,12 @@ class _Signals:
 
 def bus_options(nats: NatsSettings) -> BusOptions:
     """The bus options of the settings."""
-    return BusOptions(
-        url=nats.url or DEFAULT_URL,
-        namespace=nats.namespace,
-        user=nats.user,
-        password=nats.password,
-        token=nats.token,
-        credentials=nats.credentials,
-        replicas=nats.replicas,
-        nkey_seed=nats.nkey_seed,
-        tls_ca=nats.tls_ca,
-        tls_cert=nats.tls_cert,
-        tls_key=nats.tls_key,
-        tls_handshake_first=nats.tls_handshake_first,
-        api_prefix=nats.api_prefix or api_of(nats.domain),
-        inbox_prefix=nats.inbox_prefix,
-        bucket_bytes=nats.bucket_bytes,
-    )
+    given = asdict(nats)
+    domain = given.pop("domain")
+    given["api_prefix"] = nats.api_prefix or api_of(domain)
+    return BusOptions(**{**given, "url": nats.url or DEFAULT_URL})
 
 
 def stream_limits(streams: StreamSettings) -> StreamLimits:
     """The stream limits of the settings."""
-    return StreamLimits(
-        kv_bytes=streams.kv_bytes,
-        kv_age_s=streams.kv_age_s,
-        route_bytes=streams.route_bytes,
-        route_age_s=streams.route_age_s,
-        seq_bytes=streams.seq_bytes,
-        seq_age_s=streams.seq_age_s,
-        scaling_bytes=streams.scaling_bytes,
-        scaling_age_s=streams.scaling_age_s,
-        models_bytes=streams.models_bytes,
-        lease_s=streams.lease_s,
-    )
+    return StreamLimits(**asdict(streams))

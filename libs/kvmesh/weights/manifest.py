@@ -4,9 +4,11 @@ import hmac
 from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
+from blake3 import blake3
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -36,6 +38,15 @@ DTYPE_BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
+
+
+def chunk_digests(file: Path, chunk_bytes: int = CHUNK_BYTES) -> bytes:
+    """The digests of a file's chunks, as a manifest has them; raises OSError."""
+    digests = []
+    with file.open("rb") as content:
+        while chunk := content.read(chunk_bytes):
+            digests.append(blake3(chunk).digest())
+    return b"".join(digests)
 
 
 class FileEntry(Struct, frozen=True, array_like=True):

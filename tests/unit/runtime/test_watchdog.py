@@ -11,7 +11,7 @@ from support.wait import PATIENCE_S
 PATIENCE = 1.0
 PROGRAM = f"""
 import asyncio, faulthandler, re, sys, time
-from kvmesh.runtime.watchdog import watch_loop
+from kvmesh.runtime.service import watch_loop
 
 def backtrack():  # holds the interpreter
     re.fullmatch("(a|aa)+b", "a" * 60)

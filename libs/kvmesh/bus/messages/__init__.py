@@ -6,7 +6,6 @@ grow at the end only. Hash and token arrays are packed little-endian buffers (ui
 they pass from the wire to the native core without a Python object per element.
 """
 
-from kvmesh.bus.messages.adapters import *
 from kvmesh.bus.messages.cache import *
 from kvmesh.bus.messages.codec import *
 from kvmesh.bus.messages.control import *
@@ -15,7 +14,6 @@ from kvmesh.bus.messages.frontends import *
 from kvmesh.bus.messages.kv_events import *
 from kvmesh.bus.messages.kvbm import *
 from kvmesh.bus.messages.layout import *
-from kvmesh.bus.messages.load import *
 from kvmesh.bus.messages.planning import *
 from kvmesh.bus.messages.routing import *
 from kvmesh.bus.messages.sequences import *

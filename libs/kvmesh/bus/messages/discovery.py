@@ -1,5 +1,11 @@
-"""Process descriptions, the values of leases in the bucket of instances; search for weights."""
+"""Process descriptions, the values of leases in the bucket of instances; search for weights.
 
+Cards, requests, salts and block digests contain identities, so a changed adapter shares no block
+with the adapter of the same name before it. An engine that does not know the content of its
+adapters has bare names as identities.
+"""
+
+import re
 from enum import StrEnum
 from hashlib import blake2b
 from typing import Annotated, Any
@@ -9,6 +15,70 @@ from msgspec import Meta, Struct
 MAX_NUMBER = 1 << 40  # beyond any engine: a card that states more is malformed
 MAX_RANKS = 1024  # of one worker: routers and indexers hold state of each
 GENERATE, EMBED, SCORE = "generate", "embed", "score"  # tasks of models
+DIGITS = 16
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+_IDENTITY = re.compile(rf"(.+)@[0-9a-f]{{{DIGITS}}}", re.DOTALL)
+
+
+class Load(Struct, frozen=True, kw_only=True):
+    """Load and counters of one rank. Blocks and waiting tokens are current; counters since start.
+
+    `step_s` is the mean duration of the latest steps. `busy_s` is the total time in steps, 0 if the
+    engine does not report it; `computed_tokens` counts computed prompt tokens. A server's steps and
+    their time are read together, less often than tokens are counted: compare reports with different
+    `steps`.
+
+    The batch: `decoding` sequences get a token per step; `decode_tokens` is the sum of their KV
+    lengths in tokens, `decode_var` the variance. `waiting_tokens` is the part of `prefill_tokens`
+    of the sequences in the queue, `waiting_var` the variance of their lengths. `prefill_steps`
+    counts the steps that computed prompt tokens. Engines that return a stream per request count a
+    request as decoding from its first token on, take the latest ones as waiting, and report no
+    `prefill_steps` (vLLM does with `vllm.retention`). 0 is unknown.
+
+    `load_ratio` is the time to load a block from the node's kvbm over the time to compute it.
+    """
+
+    instance: str
+    rank: int
+    running: int
+    waiting: int
+    active_blocks: int
+    cached_blocks: int
+    total_blocks: int
+    prefill_tokens: int
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    requests: int
+    preemptions: int = 0
+    aborted: int = 0
+    step_s: float = 0.0
+    busy_s: float = 0.0
+    computed_tokens: int = 0
+    decoding: int = 0
+    decode_tokens: int = 0
+    decode_var: float = 0.0
+    waiting_tokens: int = 0
+    waiting_var: float = 0.0
+    prefill_steps: int = 0
+    load_ratio: float = 0.0
+
+
+def adapter_identity(name: str, digest: str) -> str:
+    """The identity of an adapter whose content has this digest of DIGITS hexadecimal digits."""
+    return f"{name}@{digest}"
+
+
+def adapter_name(identity: str) -> str:
+    """The name for callers of an adapter."""
+    match = _IDENTITY.fullmatch(identity)
+    return match[1] if match else identity
+
+
+def is_adapter_name(text: str) -> bool:
+    """True if an adapter may have this name."""
+    return _NAME.fullmatch(text) is not None
 
 
 class Role(StrEnum):

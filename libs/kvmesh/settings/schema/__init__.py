@@ -4,54 +4,17 @@ Each one is a key of the TOML file (`[router] policy = "kv"`), an environment va
 (`KVMESH_ROUTER_POLICY`) and a command-line flag (`kvmesh router --policy kv`).
 """
 
-from kvmesh.settings.schema.common import Section
-from kvmesh.settings.schema.dashboard import DashboardSettings
-from kvmesh.settings.schema.engines import (
-    MockSettings,
-    RemoteSettings,
-    SglangSettings,
-    TorchSettings,
-    TrtllmSettings,
-    VllmSettings,
-)
-from kvmesh.settings.schema.frontend import FrontendSettings
-from kvmesh.settings.schema.indexer import IndexerSettings
-from kvmesh.settings.schema.kvbm import KvbmSettings
-from kvmesh.settings.schema.mesh import LogSettings, NatsSettings, ProcessSettings, StreamSettings
-from kvmesh.settings.schema.oracle import OracleSettings
-from kvmesh.settings.schema.planner import PlannerSettings
-from kvmesh.settings.schema.router import RouterSettings
-from kvmesh.settings.schema.tracing import TracingSettings
-from kvmesh.settings.schema.transfer import TransferSettings, WeightsSettings
-from kvmesh.settings.schema.up import UpSettings
-from kvmesh.settings.schema.worker import WorkerSettings
-
-__all__ = [
-    "DashboardSettings",
-    "FrontendSettings",
-    "IndexerSettings",
-    "KvbmSettings",
-    "LogSettings",
-    "MockSettings",
-    "NatsSettings",
-    "OracleSettings",
-    "PlannerSettings",
-    "ProcessSettings",
-    "RemoteSettings",
-    "RouterSettings",
-    "Section",
-    "Settings",
-    "SglangSettings",
-    "StreamSettings",
-    "TorchSettings",
-    "TracingSettings",
-    "TransferSettings",
-    "TrtllmSettings",
-    "UpSettings",
-    "VllmSettings",
-    "WeightsSettings",
-    "WorkerSettings",
-]
+from kvmesh.settings.schema.common import *
+from kvmesh.settings.schema.engines import *
+from kvmesh.settings.schema.frontend import *
+from kvmesh.settings.schema.indexer import *
+from kvmesh.settings.schema.kvbm import *
+from kvmesh.settings.schema.mesh import *
+from kvmesh.settings.schema.planner import *
+from kvmesh.settings.schema.router import *
+from kvmesh.settings.schema.tools import *
+from kvmesh.settings.schema.transfer import *
+from kvmesh.settings.schema.worker import *
 
 
 class Settings(Section, frozen=True, kw_only=True):

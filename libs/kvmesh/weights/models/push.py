@@ -1,10 +1,14 @@
 """Push of a model folder into the model store of a mesh."""
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
+
+from blake3 import blake3
 
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus
@@ -23,7 +27,6 @@ from kvmesh.runtime.quantities import size
 from kvmesh.weights.errors import CheckpointError, ModelStoreError, WeightsError
 from kvmesh.weights.models.catalog import ModelCatalog, ModelEntry
 from kvmesh.weights.models.folder import FolderContent
-from kvmesh.weights.models.sources import BytesSource, FileSource, ObjectSource
 from kvmesh.weights.models.store import ModelStore, chunk_names, manifest_name
 from kvmesh.weights.process.manifests import ManifestStore, mesh_key
 
@@ -33,6 +36,57 @@ FIRST_DELAY_S, MAX_DELAY_S = 0.5, 8.0
 TRANSIENT = (BusTimeout, NotConnected, JetStreamUnavailable)
 SPARE = 1.02  # descriptions and the stream's own bytes
 RAISE = "evict a model, or raise streams.models_bytes with `kvmesh streams`"
+
+
+class BytesSource:
+    """The bytes of an object that are in memory."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def read(self, at: int, count: int) -> bytes:
+        return self._data[at : at + count]
+
+    def check(self) -> None: ...
+
+
+class FileSource:
+    """The bytes of a chunk in a file, verified when they have been read."""
+
+    def __init__(self, path: Path, offset: int, digest: str) -> None:
+        self._path = path
+        self._offset = offset
+        self._expected = digest
+        self._digest = blake3()
+        self._file = -1
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def __enter__(self) -> None:
+        """Raises OSError."""
+        self._digest = blake3()
+        self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+    def read(self, at: int, count: int) -> bytes:
+        data = os.pread(self._file, count, self._offset + at)
+        self._digest.update(data)
+        return data
+
+    def check(self) -> None:
+        """Raises CheckpointError unless the bytes are those of the digest."""
+        if self._digest.hexdigest() != self._expected:
+            raise CheckpointError(f"{self._path} changes while it is read")
+
+
+ObjectSource: TypeAlias = BytesSource | FileSource
 
 
 @dataclass

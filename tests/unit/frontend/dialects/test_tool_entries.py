@@ -5,7 +5,7 @@ import operator
 
 from kvmesh.frontend.conversation import Tool
 from kvmesh.frontend.dialects.templates import sandbox
-from kvmesh.frontend.dialects.templates.tool_entries import ToolEntries
+from kvmesh.frontend.dialects.templates.chat_template import ToolEntries
 from kvmesh.frontend.dialects.tools import function
 
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string", "description": "Größe"}}}

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.frontend.generation.stop_strings import StopMatcher
+from kvmesh.frontend.generation.output import StopMatcher
 
 
 def match(stops: list[str], parts: list[str]) -> tuple[str, str | None]:

@@ -27,7 +27,7 @@ from kvmesh.frontend.conversation import (
 from kvmesh.frontend.models import Dialect, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
-from kvmesh.frontend.sessions.hooks import SessionHooks
+from kvmesh.frontend.sessions.hooks import SessionHooks, successor
 from kvmesh.frontend.sessions.speculation_gate import (
     MIN_TRIALS,
     FollowUp,
@@ -41,7 +41,6 @@ from kvmesh.frontend.sessions.speculations import (
     SpeculativePrefills,
     common_blocks,
 )
-from kvmesh.frontend.sessions.speculative_prefill import successor
 from kvmesh.hashing import block_hashes
 
 FILES = {file.name: file.read_bytes() for file in model_dir().iterdir()}

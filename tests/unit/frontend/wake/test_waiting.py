@@ -4,7 +4,7 @@ import pytest
 
 from kvmesh.bus.messages import Wake
 from kvmesh.frontend.errors import Overloaded
-from kvmesh.frontend.wake.waiting import INTERVAL_S, REPEAT_S, WaitingSequences
+from kvmesh.frontend.wake.waker import INTERVAL_S, REPEAT_S, WaitingSequences
 
 SOON = INTERVAL_S / 2
 

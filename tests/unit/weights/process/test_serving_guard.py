@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 
 from kvmesh.weights.frames import ServingReport
-from kvmesh.weights.process.serving_guard import KV_S, LEAST_RATE, ServingGuard
+from kvmesh.weights.process.main import KV_S, LEAST_RATE, ServingGuard
 
 LINK = 1e9
 STEP_S = 0.25

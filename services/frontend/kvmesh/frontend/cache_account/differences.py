@@ -7,6 +7,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import (
+    CALL_REWRITTEN,
     DIVERGED,
     RERENDERED,
     THINKING_NOT_RETURNED,
@@ -21,14 +22,6 @@ from kvmesh.frontend.cache_account.fingerprints import (
     tool_difference,
     visible_tools,
 )
-from kvmesh.frontend.cache_account.last_answer import (
-    NOT_RETURNED,
-    REMOVED,
-    SAME,
-    AnswerDifference,
-    answer_difference,
-    thinking_of,
-)
 from kvmesh.frontend.cache_account.prompt_parts import (
     char_offset,
     has_near,
@@ -36,13 +29,85 @@ from kvmesh.frontend.cache_account.prompt_parts import (
     start_of_message,
     start_of_tool,
 )
-from kvmesh.frontend.conversation import Block, GenerateRequest, Message
-from kvmesh.frontend.dialects.tools import model_name
+from kvmesh.frontend.conversation import (
+    GAP,
+    Block,
+    GenerateRequest,
+    Message,
+    Text,
+    Thinking,
+    ToolCall,
+)
+from kvmesh.frontend.dialects.templates.prompt_json import dumps
+from kvmesh.frontend.dialects.tools import arguments, model_name
 from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt
 from kvmesh.hashing import TOKEN_BYTES
 
 TAIL = 32  # tokens that templates add at the end of a prompt, for the answer to begin with
 MAX_CHANGED = 64  # messages to choose among
+
+
+class AnswerDifference(NamedTuple):
+    """The first difference: a reason of lost tokens, and the `name` of a call that is rewritten.
+
+    `part` and `way` are as in `PromptChange`.
+    """
+
+    reason: str
+    part: str
+    way: str
+    name: str = "assistant"
+
+
+NOT_RETURNED = AnswerDifference(THINKING_NOT_RETURNED, "thinking", "not_returned")
+REMOVED = AnswerDifference(DIVERGED, "message", "removed")
+_CHANGED = AnswerDifference(DIVERGED, "message", "changed")
+SAME = AnswerDifference(RERENDERED, "message", "rerendered")
+
+
+def answer_difference(
+    generated: Sequence[Block], returned: Sequence[Block], shows_thinking: bool
+) -> AnswerDifference:
+    """The difference between an answer and what the client returned of it; `SAME` if there is none.
+
+    Then the template writes it in another form. So it does if it does not show the thinking of
+    earlier answers, whether that is returned or not.
+    """
+    thought, thinking = thinking_of(generated), thinking_of(returned)
+    if thought and not thinking and shows_thinking:
+        return NOT_RETURNED
+    if shows_thinking and thought != thinking:
+        return _CHANGED
+    before, after = _calls(generated), _calls(returned)
+    if after and not before:
+        return SAME  # constrained decoding wrote the calls as a list of JSON objects
+    if _text(generated) != _text(returned):
+        return _CHANGED
+    for old, new in zip(before, after, strict=False):
+        if (old.name, old.namespace) != (new.name, new.namespace):
+            return _CHANGED
+        if _form(old) != _form(new):
+            name = model_name(new.name, new.namespace)
+            return AnswerDifference(CALL_REWRITTEN, "call", "rewritten", name)
+    return SAME if len(before) == len(after) else _CHANGED
+
+
+def thinking_of(blocks: Sequence[Block]) -> str:
+    """The thinking of an answer, without spaces around it; empty if it has none."""
+    return GAP.join(block.text for block in blocks if isinstance(block, Thinking)).strip()
+
+
+def _text(blocks: Sequence[Block]) -> str:
+    return GAP.join(block.text for block in blocks if isinstance(block, Text)).strip()
+
+
+def _calls(blocks: Sequence[Block]) -> list[ToolCall]:
+    return [block for block in blocks if isinstance(block, ToolCall)]
+
+
+def _form(call: ToolCall) -> str:
+    """The arguments in one form: spaces and escapes do not count, the order of keys does."""
+    return dumps(arguments(call))
 
 
 class PromptDifference(NamedTuple):

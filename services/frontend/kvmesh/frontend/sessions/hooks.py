@@ -8,17 +8,27 @@ from collections.abc import Coroutine
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvmesh.bus.messages import Cancel, Prefetch, RankKey, Release, owner
 from kvmesh.frontend import metrics
 from kvmesh.frontend.answers.answer import Answer, name_after
-from kvmesh.frontend.conversation import GenerateRequest, ToolCall
+from kvmesh.frontend.conversation import (
+    Block,
+    GenerateRequest,
+    Message,
+    Text,
+    Thinking,
+    ToolCall,
+    ToolResult,
+)
+from kvmesh.frontend.dialects.templates.frame_probe import CONTINUE
 from kvmesh.frontend.dispatch.control_client import ControlClient
 from kvmesh.frontend.dispatch.task import SequenceTask
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.generation.active_request import ActiveRequest
 from kvmesh.frontend.namespaces import certain_conversation, inferred
-from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
+from kvmesh.frontend.preprocess.preprocessor import CUT, PreparedRequest, Preprocessor
 from kvmesh.frontend.sessions.histories import Histories
 from kvmesh.frontend.sessions.last_prompts import LastPrompts
 from kvmesh.frontend.sessions.speculation_gate import (
@@ -34,7 +44,7 @@ from kvmesh.frontend.sessions.speculations import (
     SpeculativePrefills,
     common_blocks,
 )
-from kvmesh.frontend.sessions.speculative_prefill import successor
+from kvmesh.frontend.turn_memo import NO_MEMO
 from kvmesh.hashing import HASH_BYTES, block_hashes
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.tracing.names import SPECULATIVE_PREFILL, STATUS
@@ -44,6 +54,29 @@ from kvmesh.tracing.tracer import linked
 log = logging.getLogger(__name__)
 MAX_TASKS = 1024
 DEADLINE_S = 30.0
+
+
+def successor(
+    request: GenerateRequest, answer: list[Block], kept: Answer | None = None
+) -> GenerateRequest | None:
+    """The request that probably follows `answer`, with a `CUT` where the client's text begins.
+
+    `kept` is the answer as it is stored, so that later prompts show all of it. None if nothing can
+    be predicted.
+    """
+    if kept is None and not request.returns_thinking:
+        answer = [block for block in answer if not isinstance(block, Thinking)]
+    if not answer or not request.messages or request.template_args.get(CONTINUE):
+        return None
+    calls = [block.id for block in answer if isinstance(block, ToolCall)]
+    results: list[Block] = [ToolResult(call, [Text(CUT)]) for call in calls]
+    following = Message("tool", results) if results else Message("user", [Text(CUT)])
+    messages = [
+        *request.messages,
+        Message("assistant", answer, kept.generated if kept else None),
+        following,
+    ]
+    return replace(request, messages=messages, memo=NO_MEMO)  # others will follow
 
 
 class HookedRequest(Struct):

@@ -9,9 +9,8 @@ from typing import Protocol
 from kvmesh.bus.messages import CompiledOffer, Instance
 from kvmesh.settings.schema import WeightsSettings
 from kvmesh.weights.client import WorkersProcess
-from kvmesh.weights.digests import chunk_digests
 from kvmesh.weights.errors import StoreError, WeightsLost
-from kvmesh.weights.manifest import FileEntry, Manifest
+from kvmesh.weights.manifest import FileEntry, Manifest, chunk_digests
 from kvmesh.weights.store import WeightStore
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.worker.compiled.archive import archive_bound, pack, unpack

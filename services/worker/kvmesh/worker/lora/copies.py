@@ -12,9 +12,8 @@ from weakref import WeakValueDictionary
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import AdapterFiles, adapter_identity, adapter_name
-from kvmesh.weights.digests import chunk_digests
 from kvmesh.weights.errors import WeightsError
-from kvmesh.weights.manifest import FileEntry, Manifest
+from kvmesh.weights.manifest import FileEntry, Manifest, chunk_digests
 from kvmesh.weights.store import WeightStore
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.worker.lora.folder import (

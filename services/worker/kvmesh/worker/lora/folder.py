@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from kvmesh.bus.messages import adapter_identity, is_adapter_name
-from kvmesh.bus.messages.adapters import DIGITS
+from kvmesh.bus.messages.discovery import DIGITS
 
 CONFIG = "adapter_config.json"
 SAFETENSORS = "adapter_model.safetensors"

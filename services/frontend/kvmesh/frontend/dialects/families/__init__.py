@@ -13,8 +13,7 @@ from kvmesh.frontend.dialects.families.detection import (
     by_name,
     by_template,
 )
-from kvmesh.frontend.dialects.families.json_calls import JSON_CALLS
-from kvmesh.frontend.dialects.families.literal_calls import LITERAL_CALLS
+from kvmesh.frontend.dialects.families.json_calls import JSON_CALLS, LITERAL_CALLS
 from kvmesh.frontend.dialects.families.tagged_calls import TAGGED_CALLS
 from kvmesh.frontend.dialects.families.thinking import REASONING_PARSERS
 from kvmesh.frontend.dialects.grammar import ToolCallGrammar

@@ -1,4 +1,4 @@
-"""Families that write arguments as JSON."""
+"""Families that write calls as JSON, in Python's syntax, or in one like it."""
 
 from kvmesh.frontend.dialects.families.frames import (
     APERTUS_TEXT,
@@ -7,10 +7,16 @@ from kvmesh.frontend.dialects.families.frames import (
     HUNYUAN_TEXT,
     RESPONSE_TEXT,
 )
-from kvmesh.frontend.dialects.grammar import JsonObjects, NamedJson, NameKeys, ToolCallGrammar
+from kvmesh.frontend.dialects.grammar import (
+    JsonObjects,
+    KeyedLiterals,
+    NamedJson,
+    NameKeys,
+    Pythonic,
+    ToolCallGrammar,
+)
 
 _DEEPSEEK_END = "<｜tool▁call▁end｜>"
-
 JSON_CALLS: dict[str, ToolCallGrammar] = {
     "hermes": ToolCallGrammar((JsonObjects(),), ("<tool_call>",), ("</tool_call>",)),
     "llama3_json": ToolCallGrammar((JsonObjects(bare=True),), ("<|python_tag|>",)),
@@ -120,5 +126,23 @@ JSON_CALLS: dict[str, ToolCallGrammar] = {
         ),
         ("<|plamo:begin_tool_requests:plamo|>",),
         ("<|plamo:end_tool_requests:plamo|>",),
+    ),
+}
+LITERAL_CALLS: dict[str, ToolCallGrammar] = {
+    "pythonic": ToolCallGrammar((Pythonic(),), ("<|python_start|>",), ("<|python_end|>",)),
+    "gemma4": ToolCallGrammar(
+        (KeyedLiterals(open=("<|tool_call>call:", "<|tool_call>:"), quote='<|"|>'),),
+        end=("<tool_call|>",),
+    ),
+    "functiongemma": ToolCallGrammar(
+        (KeyedLiterals(open=("<start_function_call>call:",), quote="<escape>"),),
+        end=("<end_function_call>",),
+    ),
+    "gemma3": ToolCallGrammar((Pythonic(),), ("```tool_code\n",), ("```",), separators=(",", "\n")),
+    "olmo3": ToolCallGrammar(
+        (Pythonic(bare=False),), ("<function_calls>",), ("</function_calls>",), ("\n", ",")
+    ),
+    "lfm2": ToolCallGrammar(
+        (JsonObjects(), Pythonic(bare=False)), ("<|tool_call_start|>",), ("<|tool_call_end|>",)
     ),
 }

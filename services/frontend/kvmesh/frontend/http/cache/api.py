@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from itertools import islice
-from time import monotonic
-from typing import TypeVar
+from time import monotonic, time
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from kvmesh.bus.client import returning
+from kvmesh.bus.client import Bus, returning
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.messages import (
     Instance,
@@ -18,6 +18,7 @@ from kvmesh.bus.messages import (
     Role,
     ShowLearned,
 )
+from kvmesh.frontend import metrics
 from kvmesh.frontend.apis.base import decode
 from kvmesh.frontend.apis.cache.body import (
     clear_decoder,
@@ -26,7 +27,16 @@ from kvmesh.frontend.apis.cache.body import (
     release_decoder,
     unpin_decoder,
 )
-from kvmesh.frontend.apis.cache.tool_events import hook_decoder, tool_decoder
+from kvmesh.frontend.apis.cache.tool_events import (
+    ClaudeCodeHook,
+    ToolBodies,
+    check_session,
+    hook_body,
+    hook_decoder,
+    hook_session,
+    tool_decoder,
+    tool_events,
+)
 from kvmesh.frontend.auth.accounts import Scope
 from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.dispatch.control_client import ControlClient, held_models
@@ -37,11 +47,10 @@ from kvmesh.frontend.http.cache.pin_store import PinStore
 from kvmesh.frontend.http.cache.pins import PinEndpoints
 from kvmesh.frontend.http.cache.prefetch import PrefetchEndpoint, Prefetcher
 from kvmesh.frontend.http.cache.prompt_resolver import PromptResolver
-from kvmesh.frontend.http.cache.tool_events import ToolEventEndpoints
-from kvmesh.frontend.http.endpoint import Action, EndpointFactory
+from kvmesh.frontend.http.endpoint import Action, EndpointCall, EndpointFactory
 from kvmesh.frontend.http.middleware import Handler
 from kvmesh.frontend.models import ModelRegistry
-from kvmesh.frontend.namespaces import TenantNamespaces
+from kvmesh.frontend.namespaces import TenantNamespaces, scoped
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.frontend.sessions.hooks import SessionHooks
 from kvmesh.frontend.sessions.last_prompts import LastPrompts
@@ -52,6 +61,38 @@ from kvmesh.runtime.service import Service
 MAX_LEARNERS = 256  # of a report
 _questions = MessageDecoder(ShowLearned)
 T = TypeVar("T")
+
+
+class ToolEventEndpoints:
+    """Handlers of /v1/sessions/{id}/tools and /v1/hooks/claude-code.
+
+    Routers get the events. An event changes nothing but their forecast of the session's return, so
+    a session that nobody knows is no error.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    async def report(self, call: EndpointCall[ToolBodies]) -> dict[str, Any]:
+        """Publish events of a session of the caller's tenant."""
+        session = call.path_id
+        count = self._publish(call.caller.tenant, session, call.parsed)
+        return {"object": "session.tools", "session": session, "events": count}
+
+    async def hook(self, call: EndpointCall[ClaudeCodeHook]) -> dict[str, Any]:
+        """Publish the event of a hook; the empty answer has no effect on Claude Code."""
+        body = hook_body(call.parsed)
+        if body is not None:
+            self._publish(call.caller.tenant, hook_session(call.parsed), body)
+        return {}
+
+    def _publish(self, tenant: str, session: str, bodies: ToolBodies) -> int:
+        check_session(session)
+        events = tool_events(bodies, scoped(tenant, session), time())
+        for event in events:
+            self._bus.post(self._bus.subjects.tool(event.session), event)
+            metrics.tool_events.labels(event.event).inc()
+        return len(events)
 
 
 class CacheApi:

@@ -15,14 +15,15 @@ from kvmesh.bus.messages import owner
 from kvmesh.frontend import metrics
 from kvmesh.frontend.apis.base import json_encode
 from kvmesh.frontend.apis.responses import socket
+from kvmesh.frontend.apis.responses.socket import Frames
 from kvmesh.frontend.apis.responses.thread import KeptConversation
 from kvmesh.frontend.errors import ApiError, InvalidRequest, UpgradeRequired
 from kvmesh.frontend.fair_threads import FairThreads
 from kvmesh.frontend.http.bodies import LARGE
 from kvmesh.frontend.http.generate import GenerateEndpoint
 from kvmesh.frontend.http.middleware import RequestMiddleware, caller_of
-from kvmesh.frontend.http.responses.lane_stream import LaneStream
 from kvmesh.frontend.http.responses.lanes import Lanes
+from kvmesh.frontend.http.sse import AnswerStream
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.fair_lru import FairLru
 from kvmesh.settings.schema import FrontendSettings
@@ -35,6 +36,31 @@ MESSAGE_BYTES = 1000  # about, of a message of a conversation beside its text
 SIZE = 4  # times the bytes of a conversation: its messages, and what their memo holds of them
 SENT_BACK = (hdrs.RETRY_AFTER, "X-Should-Retry")
 Key = tuple[str, str]  # connection and response
+PING = b"\x89\x00"  # of RFC 6455: what keeps a connection alive without being an event
+
+
+class LaneStream(AnswerStream):
+    """Writes the events of an answer to a connection, whose buffer all its lanes share."""
+
+    def __init__(self, http: web.Request, frames: Frames, lane: str) -> None:
+        super().__init__()
+        self._http = http
+        self._frames = frames
+        self._lane = lane
+
+    async def _begin(self) -> asyncio.Transport | None:
+        return self._http.transport
+
+    async def _send_first(self, frames: bytes) -> None:
+        self.write(frames)
+
+    def _on_the_wire(self, frame: bytes) -> bytes:
+        return self._frames.of(frame, self._lane) or PING
+
+    async def close(self, last: bytes) -> web.StreamResponse:
+        self.write(last)
+        await self._http.writer.drain()  # the lane's next answer waits, too
+        return web.Response()
 
 
 class _Create(NamedTuple):

@@ -1,8 +1,52 @@
-"""Settings of `kvmesh up`."""
+"""Settings of `kvmesh up`, the dashboard and the oracle."""
 
 from pathlib import Path
 
-from kvmesh.settings.schema.common import Amount, Count, Port, Seconds, Section
+from kvmesh.settings.schema.common import LOOPBACK, Amount, Count, Port, Seconds, Section
+
+
+class OracleSettings(Section, frozen=True, kw_only=True):
+    """
+    name: stable name; empty derives one
+    metrics_port: port of /metrics and /health; 0: none
+
+    Tuning:
+    window_s: longest window of past requests that it simulates
+    window_bytes: most memory for their block hashes, in bytes
+    """
+
+    name: str = ""
+    window_s: Seconds = 1800.0
+    window_bytes: Count = 64 << 20
+    metrics_port: Port = 0
+
+
+class DashboardSettings(Section, frozen=True, kw_only=True):
+    """
+    host: address to listen on
+    port: port to listen on; 0 picks a free one
+    name: stable name; empty derives one
+    keys_file: TOML file of API keys, as of frontends; none: no key is needed
+    keys_bucket: read API keys from the mesh's bucket
+    allow_anonymous: listen beyond loopback without API keys
+
+    Tuning:
+    window_s: age of the oldest requests that it shows
+    window_bytes: most memory for requests and their block hashes, in bytes
+    max_viewers: pages open at once; further ones are refused
+    whatif_s: longest capture, and longest simulation, of one “What if”
+    """
+
+    host: str = LOOPBACK
+    port: Port = 8090
+    name: str = ""
+    keys_file: Path | None = None
+    keys_bucket: bool = False
+    allow_anonymous: bool = False
+    window_s: Seconds = 900.0
+    window_bytes: Count = 128 << 20
+    max_viewers: Count = 64
+    whatif_s: Seconds = 60.0
 
 
 class UpSettings(Section, frozen=True, kw_only=True):
