@@ -1,8 +1,9 @@
-"""Argument types shared by several commands."""
+"""Argument types and failures, shared by several commands."""
 
 import argparse
 import math
 import re
+import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -57,3 +58,9 @@ def result_file(text: str) -> Path:
     if not file.parent.is_dir():
         raise argparse.ArgumentTypeError(f"no such directory: {file.parent}")
     return file
+
+
+def failed(command: str, reason: object, status: int = 1) -> int:
+    """Print why a command failed; returns its exit status."""
+    print(f"kvmesh {command}: {reason}", file=sys.stderr)
+    return status

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from functools import partial
 from math import inf
-from typing import Protocol
 
 from kvmesh.bus.messages import Capacity, Instance, KvEvent, Load, ModelCard, Role
 from kvmesh.indexer.decoding import EventSource
+from kvmesh.simulator.nodes.attachment import SimulatedAttachment
 from kvmesh.simulator.options import WorkerOptions
 from kvmesh.simulator.records import WorkerRecord
 from kvmesh.simulator.virtual_clock import VirtualClock
@@ -17,22 +17,6 @@ from kvmesh.worker.engines.mock.decode_plan import DecodePlan
 MODEL = "simulated"
 Deliver = Callable[["SimulatedWorker", list[MockOutput]], None]
 Publish = Callable[["SimulatedWorker", list[KvEvent]], None]
-
-
-class NodeAttachment(Protocol):
-    """A worker's attachment to the block manager of its node."""
-
-    def poll(self) -> None:
-        """Called after a step was planned."""
-        ...
-
-    def settle(self, seconds: float) -> None:
-        """Called after a step of `seconds`."""
-        ...
-
-    def ended(self, request: str) -> None:
-        """Called with each request that has left the engine."""
-        ...
 
 
 class BlankText:
@@ -65,7 +49,7 @@ class SimulatedWorker:
         self.core = core
         self.alive = True
         self.draining = False
-        self.attachment: NodeAttachment | None = None
+        self.attachment: SimulatedAttachment | None = None
         self.event_id = 0
         self.record = WorkerRecord(card.name)
         self.source = EventSource(MODEL, card.name)
@@ -189,7 +173,7 @@ class SimulatedWorker:
             self._release_sessions()
         self._begin_step()
 
-    def _settle(self, attachment: NodeAttachment, result: StepResult) -> None:
+    def _settle(self, attachment: SimulatedAttachment, result: StepResult) -> None:
         attachment.settle(result.duration)
         for output in result.outputs:
             if output.finish is not None:

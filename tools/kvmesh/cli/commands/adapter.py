@@ -17,6 +17,7 @@ from kvmesh.bus.messages import (
     LoadAdapter,
     UnloadAdapter,
 )
+from kvmesh.cli.arguments import failed
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.status.adapter_places import adapter_lines, offered_files
 from kvmesh.cli.workers import WorkerChoiceError, chosen_workers, model_of, send_command
@@ -65,16 +66,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     reason = _problem(arguments)
     if reason:
-        print(f"kvmesh adapter: {reason}", file=sys.stderr)
-        return 2
+        return failed("adapter", reason, 2)
 
     async def main(bus: Bus) -> int:
         command = _Command(bus, settings, arguments)
         try:
             return await command.execute()
         except WorkerChoiceError as error:
-            print(f"kvmesh adapter: {error}", file=sys.stderr)
-            return 1
+            return failed("adapter", error)
 
     return run_on_bus("adapter", settings, main)
 

@@ -1,11 +1,10 @@
 """`kvmesh backup`: writes what only the mesh's store holds into a file, checks and restores it."""
 
 import argparse
-import sys
 from collections import Counter
 from pathlib import Path
 
-from kvmesh.cli.arguments import result_file
+from kvmesh.cli.arguments import failed, result_file
 from kvmesh.settings import Settings
 
 ACTIONS = ("save", "check", "restore")
@@ -67,8 +66,6 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
             pass
         return tell(manifest)
     except argparse.ArgumentTypeError as error:
-        print(f"kvmesh backup: {error}", file=sys.stderr)
-        return 2
+        return failed("backup", error, 2)
     except ArchiveError as error:
-        print(f"kvmesh backup: {error}", file=sys.stderr)
-        return 1
+        return failed("backup", error)

@@ -1,8 +1,8 @@
 """`kvmesh completion`: prints the completion script of a shell, or the manual page."""
 
 import argparse
-import sys
 
+from kvmesh.cli.arguments import failed
 from kvmesh.settings import Settings
 
 MANUAL = "man"
@@ -23,7 +23,6 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     manual = arguments.kind == MANUAL
     module, package = ("build_manpages", "argparse-manpage") if manual else ("shtab", "shtab")
     if reason := shell.missing(module, package):
-        print(f"kvmesh completion: {reason}", file=sys.stderr)
-        return 1
+        return failed("completion", reason)
     print(shell.manual() if manual else shell.completion(arguments.kind))
     return 0

@@ -1,8 +1,8 @@
 """`kvmesh config`: prints the settings in effect and all metrics, or changes some of a mesh."""
 
 import argparse
-import sys
 
+from kvmesh.cli.arguments import failed
 from kvmesh.cli.flags import TUNING
 from kvmesh.settings import Settings
 
@@ -44,8 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     if bool(arguments.names) is not (arguments.action in ("set", "unset")):
         wanted = "needs" if arguments.action in ("set", "unset") else "takes no"
-        print(f"kvmesh config: {arguments.action or 'config'} {wanted} names", file=sys.stderr)
-        return 2
+        return failed("config", f"{arguments.action or 'config'} {wanted} names", 2)
     if arguments.action in CHANGING:
         from kvmesh.cli.references.live_settings import change, show_changes
 

@@ -1,9 +1,8 @@
 """`kvmesh explain`: shows the routing decisions about a request or prefetch, and its outcome."""
 
 import argparse
-import sys
 
-from kvmesh.cli.arguments import add_since, positive
+from kvmesh.cli.arguments import add_since, failed, positive
 from kvmesh.settings import Settings
 
 SLOW = 20
@@ -67,15 +66,13 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     if arguments.slow is not None:
         return show_slow(arguments, settings)
     if arguments.request is None:
-        print("kvmesh explain: a REQUEST_ID, --session or --slow is required", file=sys.stderr)
-        return 2
+        return failed("explain", "a REQUEST_ID, --session or --slow is required", 2)
 
     async def main(bus: Bus) -> int:
         request, uses = own_id(arguments.request), PrefetchUses()
         events = await find_events(bus, request, arguments.since, uses)
         if not events:
-            print(f"kvmesh explain: no decision about {arguments.request}", file=sys.stderr)
-            return 1
+            return failed("explain", f"no decision about {arguments.request}")
         if arguments.json:
             for event in events:
                 print(msgspec.json.encode(plain(event)).decode())

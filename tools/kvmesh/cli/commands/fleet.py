@@ -7,7 +7,7 @@ import sys
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.messages import Drain, Instance, Promote, Role, Serve, Sleep
-from kvmesh.cli.arguments import seconds
+from kvmesh.cli.arguments import failed, seconds
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.workers import (
     WorkerChoiceError,
@@ -66,8 +66,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     action: str = arguments.action
     takes_role = action == "role"
     if takes_role is not (arguments.serves is not None) or (takes_role and arguments.wait):
-        print(f"kvmesh fleet: wrong operands of {action} (see --help)", file=sys.stderr)
-        return 2
+        return failed("fleet", f"wrong operands of {action} (see --help)", 2)
     call = {"drain": _drain, "sleep": _sleep, "promote": _promote, "role": _role}[action]
 
     async def main(bus: Bus) -> int:

@@ -12,6 +12,7 @@ from kvmesh.bus.errors import Conflict, NotFound
 from kvmesh.bus.storage.buckets import keys_bucket, read_bucket
 from kvmesh.bus.subjects import token
 from kvmesh.cli import keyring
+from kvmesh.cli.arguments import failed
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.keyring import KeyringError
 from kvmesh.frontend.auth.accounts import Key
@@ -55,8 +56,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         secret, now = keyring.new_secret(), time.time()
         new = keyring.make_key(arguments.name or "", secret, given, now)
     except (KeyringError, ValueError) as error:
-        print(f"kvmesh keys: {error}", file=sys.stderr)
-        return 2
+        return failed("keys", error, 2)
 
     async def main(bus: Bus) -> int:
         bucket = await keys_bucket(bus)
@@ -73,8 +73,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
                 case _:
                     await _revoke(bucket, arguments.name)
         except KeyActionError as error:
-            print(f"kvmesh keys: {error}", file=sys.stderr)
-            return 1
+            return failed("keys", error)
         return 0
 
     return run_on_bus("keys", settings, main)

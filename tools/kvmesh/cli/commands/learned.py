@@ -1,10 +1,10 @@
 """`kvmesh learned`: shows what learners of the mesh gained, or the returns that routers learned."""
 
 import argparse
-import sys
 
 import msgspec
 
+from kvmesh.cli.arguments import failed
 from kvmesh.settings import Settings
 
 
@@ -37,8 +37,7 @@ def _learned(arguments: argparse.Namespace, settings: Settings) -> int:
     async def main(bus: Bus) -> int:
         found = await learned(bus, settings)
         if found is None:
-            print("kvmesh learned: no process replies", file=sys.stderr)
-            return 1
+            return failed("learned", "no process replies")
         shown = [each for each in found if arguments.model in (None, each.report.model)]
         if arguments.json:
             content = [
@@ -69,8 +68,7 @@ def _returns(arguments: argparse.Namespace, settings: Settings) -> int:
     async def main(bus: Bus) -> int:
         report = await learned_returns(bus, settings)
         if report is None:
-            print("kvmesh learned: no router replies", file=sys.stderr)
-            return 1
+            return failed("learned", "no router replies")
         shown = [each for each in report.classes if arguments.model in (None, each.model)]
         checks = [each for each in report.checks if arguments.model in (None, each.model)]
         agents = [each for each in report.agents if arguments.model in (None, each.model)]

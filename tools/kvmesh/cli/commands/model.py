@@ -1,9 +1,9 @@
 """`kvmesh model`: the models that the mesh holds, those of this machine, and a tiny one."""
 
 import argparse
-import sys
 from pathlib import Path
 
+from kvmesh.cli.arguments import failed
 from kvmesh.settings import Settings
 
 # the least and the most operands of each action
@@ -70,8 +70,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     action, operands = arguments.action, arguments.operands
     least, most = ACTIONS[action]
     if not least <= len(operands) <= most:
-        print(f"kvmesh model: wrong operands of {action}; usage:\n{USAGE}", file=sys.stderr)
-        return 2
+        return failed("model", f"wrong operands of {action}; usage:\n{USAGE}", 2)
     if action == "alias":
         return _alias(arguments, settings)
     if action == "busy":
@@ -89,8 +88,7 @@ def _tiny(folder: Path, seed: int) -> int:
     try:
         make_tiny_model(folder, seed)
     except OSError as error:
-        print(f"kvmesh model: cannot write the model: {error}", file=sys.stderr)
-        return 1
+        return failed("model", f"cannot write the model: {error}")
     print(f"wrote {folder}; try: kvmesh up --engine torch --model {folder}, or --engine vllm")
     return 0
 
@@ -108,13 +106,11 @@ def _alias(arguments: argparse.Namespace, settings: Settings) -> int:
     changes = arguments.back or arguments.remove
     wrong = arguments.shadow and (changes or not text)
     if wrong or (changes and (not text or "=" in text)) or (arguments.back and arguments.remove):
-        print(f"kvmesh model: wrong operands of alias; usage:\n{USAGE}", file=sys.stderr)
-        return 2
+        return failed("model", f"wrong operands of alias; usage:\n{USAGE}", 2)
     try:
         alias = aliases.parse_alias(text, arguments.shadow) if text and not changes else None
     except aliases.AliasError as error:
-        print(f"kvmesh model: {error}", file=sys.stderr)
-        return 2
+        return failed("model", error, 2)
 
     async def main(bus: Bus) -> int:
         if alias is not None:
@@ -147,8 +143,7 @@ def _on_models(arguments: argparse.Namespace, settings: Settings) -> int:
     action, operands = arguments.action, arguments.operands
     source = Path(operands[0]) if action == "push" else Path()
     if not source.is_dir():
-        print(f"kvmesh model: {source} is no folder", file=sys.stderr)
-        return 1
+        return failed("model", f"{source} is no folder")
     name = operands[1] if len(operands) > 1 else name_of_folder(source)
 
     async def main(bus: Bus) -> int:
@@ -170,5 +165,4 @@ def _on_models(arguments: argparse.Namespace, settings: Settings) -> int:
             return local.remove(settings, operands[0])
         return run_on_bus("model", settings, main)
     except WeightsError as error:
-        print(f"kvmesh model: {error}", file=sys.stderr)
-        return 1
+        return failed("model", error)

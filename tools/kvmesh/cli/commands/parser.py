@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from kvmesh.bus.errors import ModelFilesError
+from kvmesh.cli.arguments import failed
 from kvmesh.cli.models.parser_drafts import DraftFailed, Proof, new_parser
 from kvmesh.frontend.conversation import Tool
 from kvmesh.frontend.dialects import DialectError, UnknownParser, preview_output
@@ -68,8 +69,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         UnicodeDecodeError,
         msgspec.DecodeError,
     ) as error:
-        print(f"kvmesh parser: {error}", file=sys.stderr)
-        return 1
+        return failed("parser", error)
     return 0
 
 

@@ -1,10 +1,9 @@
 """`kvmesh simulate`: runs a workload under one or several policies in virtual time."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 
-from kvmesh.cli.arguments import positive
+from kvmesh.cli.arguments import failed, positive
 from kvmesh.cli.scenario import add_scenario, scenarios, simulate, write
 from kvmesh.cli.traces.options import SOURCES, add_trace_options, load_trace, title_of
 from kvmesh.planner.core.promises import Promise, parse_promises
@@ -45,8 +44,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         WorkloadError, SimulationError, RouterConfigError, StepProfileError, PlannerConfigError,
         OSError,
     ) as error:  # fmt: skip
-        print(f"kvmesh simulate: {error}", file=sys.stderr)
-        return 2
+        return failed("simulate", error, 2)
     title = f"{title_of(arguments.sources)}, {counted(len(workload), 'request')}"
     if summary:
         print(f"{summary}\n{memory_line(workload, tokens_held(options[0].workers))}")

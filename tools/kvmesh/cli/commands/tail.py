@@ -5,7 +5,7 @@ import re
 import sys
 
 from kvmesh.bus.subjects import ROOT
-from kvmesh.cli.arguments import add_since, positive
+from kvmesh.cli.arguments import add_since, failed, positive
 from kvmesh.cli.flags import did_you_mean
 from kvmesh.cli.messages.decoding import KINDS, REQUESTS
 from kvmesh.settings import Settings
@@ -54,8 +54,7 @@ def pattern(text: str) -> str:
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     if arguments.no_follow and arguments.since is None:
-        print("kvmesh tail: --no-follow needs --since", file=sys.stderr)
-        return 2
+        return failed("tail", "--no-follow needs --since", 2)
     from kvmesh.cli.bus_session import run_on_bus
     from kvmesh.cli.messages.tailing import BusTail, LineFormat, TailFilter
 

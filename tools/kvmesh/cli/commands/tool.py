@@ -3,14 +3,13 @@
 import argparse
 import json
 import os
-import sys
 from typing import get_args
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 from kvmesh.bus.messages import ToolState
-from kvmesh.cli.arguments import seconds
+from kvmesh.cli.arguments import failed, seconds
 from kvmesh.settings import Settings
 
 TIMEOUT_S = 5.0
@@ -50,8 +49,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     if arguments.api_key:
         headers["Authorization"] = f"Bearer {arguments.api_key}"
     if not url.startswith(("http://", "https://")):
-        print(f"kvmesh tool: not an HTTP URL: {arguments.url}", file=sys.stderr)
-        return 2
+        return failed("tool", f"not an HTTP URL: {arguments.url}", 2)
     try:
         with urlopen(Request(url, json.dumps(body).encode(), headers), timeout=TIMEOUT_S):
             return 0
@@ -61,8 +59,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         reason = f"{arguments.url}: {error.reason}"
     except (OSError, ValueError) as error:
         reason = f"{arguments.url}: {error}"
-    print(f"kvmesh tool: {reason}", file=sys.stderr)
-    return 1
+    return failed("tool", reason)
 
 
 def _message(body: bytes) -> str:

@@ -4,7 +4,7 @@ import argparse
 import sys
 from datetime import UTC, datetime, timedelta
 
-from kvmesh.cli.arguments import add_since
+from kvmesh.cli.arguments import add_since, failed
 from kvmesh.settings import Settings
 
 WINDOW = timedelta(minutes=5)
@@ -64,5 +64,4 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
 
 def _usage(reason: str) -> int:
-    print(f"kvmesh top: {reason}", file=sys.stderr)
-    return 2
+    return failed("top", reason, 2)

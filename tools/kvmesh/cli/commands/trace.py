@@ -1,10 +1,9 @@
 """`kvmesh trace`: shows the requests of a session over time, or writes them as a trace."""
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
-from kvmesh.cli.arguments import add_since, result_file
+from kvmesh.cli.arguments import add_since, failed, result_file
 from kvmesh.settings import Settings
 
 if TYPE_CHECKING:
@@ -52,12 +51,10 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         try:
             recorder = await capture(bus, arguments.since, None)
         except CaptureError as error:
-            print(f"kvmesh trace: {error}", file=sys.stderr)
-            return 1
+            return failed("trace", error)
         rounds = session_rounds(recorder.rounds, arguments.session)
         if not rounds:
-            print(f"kvmesh trace: no request of session {arguments.session}", file=sys.stderr)
-            return 1
+            return failed("trace", f"no request of session {arguments.session}")
         _write(rounds, arguments)
         return 0
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 
 from msgspec.structs import replace
 
+from kvmesh.cli.arguments import failed
 from kvmesh.cli.supervisor.console import LogForwarder, LogStream
 from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.cli.supervisor.forks.server import ServiceForks
@@ -40,8 +41,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
             claimed = claim(settings, claims)
             asyncio.run(_supervise(claimed, embedded=not settings.nats.url, forks=forks))
     except UpError as error:
-        print(f"kvmesh up: {error}", file=sys.stderr)
-        return 1
+        return failed("up", error)
     return 0
 
 

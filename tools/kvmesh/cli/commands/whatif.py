@@ -1,14 +1,13 @@
 """`kvmesh whatif`: simulates a live mesh's recent requests under other policies or workers."""
 
 import argparse
-import sys
 from math import inf
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.messages import Instance, Role
 from kvmesh.bus.streams.configuration import StreamLimits
-from kvmesh.cli.arguments import add_since, moment, positive
+from kvmesh.cli.arguments import add_since, failed, moment, positive
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.flags import settings_flags
 from kvmesh.cli.scenario import add_scenario, scenarios, simulate, write
@@ -54,8 +53,8 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         kvbms.extend(used_kvbms(cards, workers))
         return 0
 
-    failed = run_on_bus("whatif", settings, read)
-    return failed or _compare(arguments, settings, captured, workers, kvbms)
+    status = run_on_bus("whatif", settings, read)
+    return status or _compare(arguments, settings, captured, workers, kvbms)
 
 
 async def _cards(bus: Bus) -> list[Instance]:
@@ -84,8 +83,7 @@ def _compare(
         options = scenarios(arguments, settings, fleet(arguments, settings, workers), kvbms)
         runs = [simulate(workload, each) for each in options]
     except (WorkloadError, SimulationError, RouterConfigError, StepProfileError, OSError) as error:
-        print(f"kvmesh whatif: {error}", file=sys.stderr)
-        return 2
+        return failed("whatif", error, 2)
     status = write("whatif", arguments, counted(len(workload), "captured request"), runs)
     console = stdout_console()
     print_line(console, measured(captured))

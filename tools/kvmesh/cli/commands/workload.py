@@ -9,7 +9,7 @@ from typing import get_args
 import msgspec
 
 from kvmesh.bus.client import Bus
-from kvmesh.cli.arguments import add_since, positive, result_file
+from kvmesh.cli.arguments import add_since, failed, positive, result_file
 from kvmesh.cli.flags import FlagParser, add_flags
 from kvmesh.cli.traces.options import SOURCES, add_trace_options, load_trace, title_of
 from kvmesh.runtime.quantities import counted
@@ -54,8 +54,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     try:
         return perform(arguments, settings)
     except (WorkloadError, OSError) as error:
-        print(f"kvmesh workload: {error}", file=sys.stderr)
-        return 2
+        return failed("workload", error, 2)
 
 
 def _source(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import NotFound
 from kvmesh.bus.messages import AliasTarget, MessageDecoder, ModelAlias, Outcome, encode
 from kvmesh.bus.storage.buckets import read_bucket
+from kvmesh.cli.arguments import failed
 from kvmesh.cli.rolling.figures import OutcomeLog
 from kvmesh.cli.rolling.platforms import caller
 from kvmesh.observer.route_stream import each_outcome
@@ -112,8 +113,7 @@ async def go_back(bus: Bus, name: str) -> int:
     """Give an alias the targets that it had before its last change, or remove it."""
     present = (await _stored(bus)).get(name)
     if present is None:
-        print(f"kvmesh model: no alias is called {name}", file=sys.stderr)
-        return 1
+        return failed("model", f"no alias is called {name}")
     if not present.before:
         return await remove_alias(bus, name)
     earlier = ModelAlias(name=name, targets=present.before, shadows=present.shadows_before)
@@ -129,8 +129,7 @@ def _after(alias: ModelAlias, present: ModelAlias) -> ModelAlias:
 async def remove_alias(bus: Bus, name: str) -> int:
     """Remove an alias."""
     if name not in await _stored(bus):
-        print(f"kvmesh model: no alias is called {name}", file=sys.stderr)
-        return 1
+        return failed("model", f"no alias is called {name}")
     await bus.bucket(bus.subjects.plan_bucket).delete(bus.subjects.alias_key(name))
     print(f"{name} is no alias any more")
     return 0

@@ -10,6 +10,7 @@ from kvmesh.bus.connection.jetstream import Bucket
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.errors import NotFound
 from kvmesh.bus.messages import Thresholds, encode
+from kvmesh.cli.arguments import failed
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.flags import did_you_mean
 from kvmesh.runtime.service import stream_limits
@@ -27,8 +28,7 @@ def busy(arguments: argparse.Namespace, model: str, settings: Settings) -> int:
     )
     reason = _problem(wanted, arguments.reset)
     if reason:
-        print(f"kvmesh model: {reason}", file=sys.stderr)
-        return 2
+        return failed("model", reason, 2)
 
     async def main(bus: Bus) -> int:
         bucket = await bus.js.key_value(bus.subjects.router_bucket)
@@ -36,8 +36,7 @@ def busy(arguments: argparse.Namespace, model: str, settings: Settings) -> int:
         stored = await _stored(bucket, key)
         doubt = await _doubt(bus, settings, model)
         if doubt and stored is None and wanted != Thresholds():
-            print(f"kvmesh model: nothing was stored: {doubt}", file=sys.stderr)
-            return 1
+            return failed("model", f"nothing was stored: {doubt}")
         if doubt:
             print(f"kvmesh model: {doubt}", file=sys.stderr)
         if arguments.reset:

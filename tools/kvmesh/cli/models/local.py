@@ -1,10 +1,10 @@
 """The models of the mesh that this machine has."""
 
-import sys
 import time
 
 import msgspec
 
+from kvmesh.cli.arguments import failed
 from kvmesh.runtime.quantities import duration, size
 from kvmesh.settings import Settings
 from kvmesh.weights.errors import ModelStoreError
@@ -46,7 +46,6 @@ def remove(settings: Settings, text: str) -> int:
             f"{text} may be {known}" if found else f"this machine has no model {text}"
         )
     if not cache.evict(found[0].digest):
-        print(f"kvmesh model: a process uses {found[0].reference}", file=sys.stderr)
-        return 1
+        return failed("model", f"a process uses {found[0].reference}")
     print(f"removed {found[0].reference} from this machine: {size(found[0].size)}")
     return 0

@@ -1,7 +1,6 @@
 """`kvmesh explain --session`: a session's turns, its pauses and what was expected of them."""
 
 import argparse
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from math import inf
@@ -20,6 +19,7 @@ from kvmesh.bus.messages import (
     ReturnClass,
     RouteEvent,
 )
+from kvmesh.cli.arguments import failed
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.returns import learned_returns
 from kvmesh.cli.units import literal, literal_lines
@@ -59,8 +59,7 @@ def show_session(arguments: argparse.Namespace, settings: Settings) -> int:
 
         await each_message(bus, arguments.since, on_message)
         if not turns.count:
-            print(f"kvmesh explain: no request of session {arguments.session}", file=sys.stderr)
-            return 1
+            return failed("explain", f"no request of session {arguments.session}")
         if arguments.json:
             for outcome in turns.turns:
                 origin = own_name(outcome.forked_from)

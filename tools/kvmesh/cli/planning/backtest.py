@@ -1,14 +1,13 @@
 """`kvmesh plan backtest`: scores all predictors on captured traffic or on a workload."""
 
 import argparse
-import sys
 
 import msgspec
 from msgspec import Struct
 from rich.console import Console
 
 from kvmesh.bus.client import Bus
-from kvmesh.cli.arguments import add_since, result_file, seconds
+from kvmesh.cli.arguments import add_since, failed, result_file, seconds
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.planning.timeline import ServiceTime, from_captured, from_workload, series
 from kvmesh.cli.traces.options import SOURCES, add_trace_options, load_trace, title_of
@@ -128,8 +127,7 @@ def _report(arguments: argparse.Namespace, source: str, times: list[float]) -> i
 
 
 def _failed(error: Exception) -> int:
-    print(f"kvmesh plan: {error}", file=sys.stderr)
-    return 2
+    return failed("plan", error, 2)
 
 
 def show(report: BacktestReport, console: Console) -> None:

@@ -14,7 +14,7 @@ from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.discovery.worker_reports import follow_loads
 from kvmesh.bus.messages import Instance, Load, Role
 from kvmesh.bus.streams.configuration import StreamLimits
-from kvmesh.cli.arguments import UNITS, result_file
+from kvmesh.cli.arguments import UNITS, failed, result_file
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.planner.capacity.profile_fit import FittedProfile, ProfileFitError, fit_profile
 from kvmesh.planner.capacity.step_times import StepTimesFit
@@ -163,11 +163,9 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         with arguments.file.open("wb") as file:
             np.savez(file, **found.arrays)  # type: ignore[arg-type]
     except ProfileFitError as error:
-        print(f"kvmesh plan fit: {error}", file=sys.stderr)
-        return 1
+        return failed("plan fit", error)
     except OSError as error:
-        print(f"kvmesh plan fit: cannot write {arguments.file}: {error.strerror}", file=sys.stderr)
-        return 2
+        return failed("plan fit", f"cannot write {arguments.file}: {error.strerror}", 2)
     _show(arguments.file, workers, found)
     return 0
 

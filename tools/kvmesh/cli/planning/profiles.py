@@ -1,11 +1,11 @@
 """`kvmesh plan profiles`: the shipped step profiles, with their sources."""
 
 import argparse
-import sys
 from functools import partial
 
 import numpy as np
 
+from kvmesh.cli.arguments import failed
 from kvmesh.settings import Settings
 from kvmesh.step_times.profile import StepProfileError
 from kvmesh.step_times.registry import load_roofline, load_step_profile, shipped_profiles
@@ -33,8 +33,7 @@ def run(arguments: argparse.Namespace, _settings: Settings) -> int:
         load_step_profile(file)
         _show(load_roofline(file))
     except StepProfileError as error:
-        print(f"kvmesh plan profiles: {error}", file=sys.stderr)
-        return 2
+        return failed("plan profiles", error, 2)
     return 0
 
 

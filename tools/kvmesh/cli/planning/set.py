@@ -1,7 +1,6 @@
 """`kvmesh plan set`: changes the planner's settings at run time."""
 
 import argparse
-import sys
 from contextlib import suppress
 from typing import Any
 
@@ -9,6 +8,7 @@ import msgspec
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import Conflict, NotFound
+from kvmesh.cli.arguments import failed
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.planner.config import CHANGEABLE, plan_options, with_changes
 from kvmesh.planner.errors import PlannerConfigError
@@ -34,11 +34,9 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         wanted = dict(_pair(text) for text in arguments.changes)
         _check(settings, wanted)
     except PlannerConfigError as error:
-        print(f"kvmesh plan set: {error}", file=sys.stderr)
-        return 2
+        return failed("plan set", error, 2)
     if arguments.reset and wanted:
-        print("kvmesh plan set: --reset excludes new values", file=sys.stderr)
-        return 2
+        return failed("plan set", "--reset excludes new values", 2)
 
     async def change(bus: Bus) -> int:
         bucket = await bus.js.key_value(bus.subjects.plan_bucket)
@@ -58,16 +56,14 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
             try:
                 _check(settings, changed)
             except PlannerConfigError as error:
-                print(f"kvmesh plan set: {error}", file=sys.stderr)
-                return 2
+                return failed("plan set", error, 2)
             try:
                 if last:
                     await bucket.update(key, msgspec.json.encode(changed), last=last)
                 else:
                     await bucket.create(key, msgspec.json.encode(changed))
             except Conflict:
-                print("kvmesh plan set: changed concurrently; try again", file=sys.stderr)
-                return 1
+                return failed("plan set", "changed concurrently; try again")
         for name, value in changed.items():
             print(f"{name} = {','.join(value) if isinstance(value, list) else value}")
         if not changed:

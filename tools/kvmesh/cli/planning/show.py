@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import PoolPlan, ScalingDecision
-from kvmesh.cli.arguments import add_since, result_file
+from kvmesh.cli.arguments import add_since, failed, result_file
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.planning.history import LATEST_MINUTES, read_decisions
 from kvmesh.cli.planning.page import plan_page
@@ -53,8 +53,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     if not decisions:
         about = f" about {arguments.model}" if arguments.model else ""
         when = "in this time" if arguments.since else f"in the last {LATEST_MINUTES} minutes"
-        print(f"kvmesh plan: no planner has decided anything{about} {when}", file=sys.stderr)
-        return 1
+        return failed("plan", f"no planner has decided anything{about} {when}")
     makers: list[tuple[Path | None, Callable[[], bytes]]] = [
         (arguments.json, lambda: msgspec.json.encode(decisions)),
         (arguments.html, lambda: plan_page(decisions).encode()),

@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec.structs import replace as replace_profile
 
 from kvmesh.bus.client import Bus
-from kvmesh.cli.arguments import add_since, positive, seconds
+from kvmesh.cli.arguments import add_since, failed, positive, seconds
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.planning.kinds import HELP as KIND_HELP
 from kvmesh.cli.planning.kinds import tier_choices
@@ -108,8 +108,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         PlannerConfigError, WorkloadError, SimulationError, RouterConfigError, StepProfileError,
         BrokenProcessPool, OSError,
     ) as error:  # fmt: skip
-        print(f"kvmesh plan size: {error}", file=sys.stderr)
-        return 2
+        return failed("plan size", error, 2)
 
 
 def _workloads(arguments: argparse.Namespace, settings: Settings) -> list[Workload] | None:

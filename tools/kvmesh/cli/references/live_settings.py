@@ -20,6 +20,7 @@ from kvmesh.bus.messages import (
     SettingChange,
     encode,
 )
+from kvmesh.cli.arguments import failed
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.rolling.platforms import caller
 from kvmesh.router.config import check_settings
@@ -42,8 +43,7 @@ def change(names: Iterable[str], unset: bool, settings: Settings) -> int:
     try:
         wanted = dict(_parsed(name, unset, settings) for name in names)
     except SettingsError as error:
-        print(f"kvmesh config: {error}", file=sys.stderr)
-        return 2
+        return failed("config", error, 2)
 
     async def main(bus: Bus) -> int:
         by_section: dict[str, dict[str, str | None]] = defaultdict(dict)
@@ -54,8 +54,7 @@ def change(names: Iterable[str], unset: bool, settings: Settings) -> int:
             try:
                 revision = await _store(bus, section, texts, settings)
             except SettingsError as error:
-                print(f"kvmesh config: nothing was changed in {section}: {error}", file=sys.stderr)
-                return 1
+                return failed("config", f"nothing was changed in {section}: {error}")
             for name, text in texts.items():
                 print(f"{name} is {'that of each start' if text is None else text}")
             late += await _report(bus, section, revision)

@@ -15,6 +15,7 @@ from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.errors import NotFound
 from kvmesh.bus.messages import MessageDecoder, Role, RollRecord, encode
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
+from kvmesh.cli.arguments import failed
 from kvmesh.cli.rolling.core import Act, Replica, Roll
 from kvmesh.cli.rolling.figures import OutcomeLog, RequestFigures
 from kvmesh.cli.rolling.platforms import Platform, RollError, caller
@@ -55,8 +56,7 @@ class RollCommand:
         try:
             record = await self._begin(to, afresh)
             if record is None:
-                print(f"kvmesh roll: no {self._service} runs", file=sys.stderr)
-                return 1
+                return failed("roll", f"no {self._service} runs")
             await self._platform.prepare(record.to, len(record.before))
             await self._store(record)
             reader = await self._read_outcomes(record.started)
@@ -65,8 +65,7 @@ class RollCommand:
             finally:
                 await reader.close()
         except RollError as error:
-            print(f"kvmesh roll: {error}", file=sys.stderr)
-            return 1
+            return failed("roll", error)
         finally:
             await self._directory.close()
 
