@@ -250,12 +250,14 @@ def _tier(event: EngineEvent) -> int:
 
 
 def _removed_alike(one: EngineEvent, other: EngineEvent) -> bool:
-    return (
-        one.type == other.type
-        and one.medium == other.medium
-        and one.reason == other.reason
-        and one.request == other.request
-        and one.locality == other.locality
+    return all(
+        (
+            one.type == other.type,
+            one.medium == other.medium,
+            one.reason == other.reason,
+            one.request == other.request,
+            one.locality == other.locality,
+        )
     )
 
 
