@@ -383,3 +383,15 @@ def test_a_corpus_may_count_in_unix_seconds(tmp_path: Path) -> None:
         strict=True,
     ):
         assert one.at_s == pytest.approx(other.at_s, abs=1e-3)
+
+
+def test_texts_beside_the_traces_of_a_folder_are_left_out(tmp_path: Path) -> None:
+    """An index, or the report of what has written the trace."""
+    (tmp_path / "index.jsonl").write_text('{"file": "trace.jsonl", "content": "six requests"}\n')
+    assert len(load(str(tmp_path))[0]) == 1
+    (tmp_path / "trace.jsonl").write_text(TEXT)
+    workload, repairs = load(str(tmp_path))
+    assert len(workload) == 6
+    assert repairs.notes == ["left out 1 file that is no trace: index.jsonl"]
+    with pytest.raises(FormatError, match="name those alone"):
+        load([str(tmp_path / "index.jsonl"), str(tmp_path / "trace.jsonl")])

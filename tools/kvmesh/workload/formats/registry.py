@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from kvmesh.runtime.quantities import counted
 from kvmesh.workload.errors import Repairs, WorkloadError
 from kvmesh.workload.formats import native, tracelab
-from kvmesh.workload.formats.detection import FormatError, TraceFormat, format_of
+from kvmesh.workload.formats.detection import TEXT, FormatError, TraceFormat, format_of
 from kvmesh.workload.generate.agents import AgentGenerator
 from kvmesh.workload.generate.profile import builtin, load_profile
 from kvmesh.workload.model import Workload
@@ -98,7 +98,8 @@ def _of_one_format(
 ) -> tuple[list[TraceFile], TraceFormat, list[str]]:
     """The files that have a format, which must be one, and why others are left out.
 
-    Those of folders may be of none. Raises FormatError, TraceError or OSError.
+    Those of folders may be of none, or hold texts beside traces. Raises FormatError, TraceError or
+    OSError.
     """
     found: list[tuple[TraceFile, TraceFormat]] = []
     left_out: list[tuple[TraceFile, WorkloadError]] = []
@@ -111,6 +112,10 @@ def _of_one_format(
             left_out.append((file, error))
     if not found:
         raise left_out[0][1]
+    if folders and any(each is not TEXT for _, each in found):
+        beside = FormatError("texts beside traces")
+        left_out += [(file, beside) for file, each in found if each is TEXT]
+        found = [(file, each) for file, each in found if each is not TEXT]
     first, format_ = found[0]
     for file, other in found:
         if other is not format_:
@@ -122,7 +127,8 @@ def _of_one_format(
     if left_out:
         names = ", ".join(file.path.name for file, _ in left_out[:3])
         more = " …" if len(left_out) > 3 else ""
-        reasons = [f"left out {counted(len(left_out), 'file')} that are no traces: {names}{more}"]
+        kind = "that is no trace" if len(left_out) == 1 else "that are no traces"
+        reasons = [f"left out {counted(len(left_out), 'file')} {kind}: {names}{more}"]
     return [file for file, _ in found], format_, reasons
 
 

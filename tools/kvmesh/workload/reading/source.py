@@ -14,12 +14,13 @@ from typing import Any, BinaryIO
 import msgspec
 
 from kvmesh.workload.errors import Problem, TraceError, WorkloadError
+from kvmesh.workload.reading.text_records import is_text
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".traj")
 PEEKED_LINES = 50
 MOST_PACKINGS = 3  # gzip within gzip
 DELIMITERS = ",;\t|"
-csv.field_size_limit((1 << 31) - 1)  # a cell may be a prompt
+USUAL_CELL, LONG_CELL = csv.field_size_limit(), (1 << 31) - 1  # characters
 _GZIP = b"\x1f\x8b"
 _MARK = b"\xef\xbb\xbf"
 _DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
@@ -136,12 +137,15 @@ class Table:
         self._is_whole = True  # the last line that was read ends with a line break
         header = file.head[0] if file.head else b""
         delimiter = max(DELIMITERS, key=lambda each: header.count(each.encode()))
+        csv.field_size_limit(USUAL_CELL)
         self._reader = csv.DictReader(self._text(), restkey=EXCESS, delimiter=delimiter)
         try:
             self.columns = [name.strip().lower() for name in self._reader.fieldnames or ()]
         except csv.Error as error:
             raise file.error(1, str(error)) from error
         self._reader.fieldnames = self.columns
+        texts = is_text(dict.fromkeys(self.columns, "text"))
+        self._limit = LONG_CELL if texts or "hash_ids" in self.columns else USUAL_CELL
 
     def _text(self) -> Iterator[str]:
         for _, line in self._file.all_lines():
@@ -151,6 +155,7 @@ class Table:
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any] | str]]:
         """(line, fields by column, or the reason why there are none)."""
         while True:
+            csv.field_size_limit(self._limit)
             try:
                 fields = next(self._reader)
             except StopIteration:

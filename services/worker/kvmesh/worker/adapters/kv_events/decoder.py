@@ -124,11 +124,13 @@ class EventDecoder:
         self._note_draft(raws)
         if not self._is_whole and self._choose_group(raws):
             found.append(AllCleared())
+        before: EngineEvent | None = None
         for raw in raws:
             group = raw.group_idx
             if group is None or group == self._group:
                 try:
-                    self._add(found, raw)
+                    self._add(found, raw, before)
+                    before = raw
                 except _MALFORMED as error:
                     faults.append(error)
             elif self._group is None:
@@ -139,20 +141,19 @@ class EventDecoder:
             raise MalformedEvents(faults[0], found)
         return found
 
-    def _add(self, found: list[CacheEvent], raw: EngineEvent) -> None:
+    def _add(self, found: list[CacheEvent], raw: EngineEvent, before: EngineEvent | None) -> None:
         """Append the event; blocks removed alike join, since vLLM publishes an event for each."""
         if raw.type == "BlockStored":
             found.append(_stored(raw))
         elif raw.type == "BlockRemoved":
-            hashes, tier = folded_hashes(raw.block_hashes), _tier(raw)
-            about = tier, raw.reason, raw.request, _source(raw, tier)
-            last = found[-1] if found else None
-            if isinstance(last, BlocksRemoved) and about == (
-                *(last.tier, last.reason, last.request, last.source),
-            ):
+            hashes = folded_hashes(raw.block_hashes)
+            last = found[-1] if before is not None and _removed_alike(before, raw) else None
+            if isinstance(last, BlocksRemoved):
                 last.hashes.extend(hashes)
             else:
-                found.append(BlocksRemoved(hashes, *about))
+                tier = _tier(raw)
+                source = _source(raw, tier)
+                found.append(BlocksRemoved(hashes, tier, raw.reason, raw.request, source))
         elif raw.type == "AllBlocksCleared":
             self._early.clear()
             found += (AllCleared(_tier(raw)),) if raw.medium else CLEARED
@@ -246,6 +247,18 @@ def _tier(event: EngineEvent) -> int:
     if event.locality == "REMOTE":
         return REMOTE
     return 0 if event.medium == "GPU" else medium_tier(event.medium)
+
+
+def _removed_alike(one: EngineEvent, other: EngineEvent) -> bool:
+    return all(
+        (
+            one.type == other.type,
+            one.medium == other.medium,
+            one.reason == other.reason,
+            one.request == other.request,
+            one.locality == other.locality,
+        )
+    )
 
 
 def _source(event: EngineEvent, tier: int) -> str:
