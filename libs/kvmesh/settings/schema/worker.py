@@ -24,7 +24,9 @@ class WorkerSettings(Section, frozen=True, kw_only=True):
             " the built-in demo model"
         ),
     ] = None
-    served_name: Annotated[str, Meta(description="model name in the API; empty: the folder's")] = ""
+    served_name: Annotated[
+        str, Meta(max_length=256, description="model name in the API; empty: the folder's")
+    ] = ""
     revision: Annotated[
         str,
         Meta(description="revision of the weights; empty: that of a Hugging Face snapshot folder"),
