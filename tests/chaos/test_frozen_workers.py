@@ -171,7 +171,7 @@ async def serves(traffic: Traffic) -> bool:
 async def test_a_frozen_bus_costs_a_pause(nats_server: NatsServer, mesh: Mesh) -> None:
     async with Traffic(mesh.url) as traffic:
         await traffic.wait_for_outputs()
-        os.kill(nats_server.pid, signal.SIGSTOP)
+        nats_server.signal(signal.SIGSTOP)
         try:
             await asyncio.sleep(FROZEN_S)  # nothing may happen meanwhile
         finally:

@@ -26,6 +26,7 @@ from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.discovery.leases import Lease, delete_lease
 from kvmesh.bus.discovery.worker_reports import follow_loads
 from kvmesh.bus.errors import (
+    BusError,
     BusUnavailable,
     JetStreamError,
     ModelFilesError,
@@ -156,6 +157,21 @@ async def test_a_plain_handler_gets_all_messages_in_order_and_may_raise(bus: Bus
         await bus.client.publish(subject, encode(SeqFree(str(number + 2))), headers={"a": "b"})
     await eventually(lambda: len(received) == 3000)
     assert received == list(range(3000))
+
+
+async def test_a_subject_that_is_too_long_fails_alone(
+    bus: Bus, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server would end the connection. Names of other processes are parts of subjects."""
+    subject = bus.subjects.router("m" * 5000)
+    with pytest.raises(BusError, match=r"has 50.. characters"):
+        await bus.subscribe_raw(subject, lambda _: None)
+    with pytest.raises(BusError, match=r"has 50.. characters"):
+        await bus.request(subject, Ping(), MessageDecoder(Ping), PATIENCE_S)
+    bus.post(subject, Ping())
+    await bus.flush()
+    assert "has 50" in caplog.text
+    assert bus.counts.reconnects == 0
 
 
 async def test_messages_posted_during_an_outage_are_sent_after_it(

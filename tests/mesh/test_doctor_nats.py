@@ -192,7 +192,7 @@ async def test_a_server_that_does_not_answer_is_one_fault(
     server.start()
     bus = await connected(server)
     await ensure_streams(bus, limits)
-    os.kill(server.pid, signal.SIGSTOP)
+    server.signal(signal.SIGSTOP)
     texts = await found(bus)
     assert "no answer within" in texts["fault", "answers"]
     assert "the account" in texts["fault", "answers"]

@@ -111,7 +111,7 @@ async def test_settings_of_a_stream_that_do_harm_are_named(
     facts = await gather_facts(bus, load(None, {}, {}))
     faults = [each for each in nats_checks.streams(facts) if each.severity == "fault"]
     assert [each.subject for each in faults] == [stream]
-    assert text in faults[0].text
+    assert text in f"this stream {faults[0].text}: {faults[0].action}"
     assert [each for each in nats_checks.mappings(facts) if each.severity == "fault"] == []
     if change.get("sealed"):  # for good
         await bus.js.context.delete_stream(stream)

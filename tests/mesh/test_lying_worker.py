@@ -18,6 +18,7 @@ from support.wait import eventually
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.cards import RECORD, read_cards
+from kvmesh.bus.discovery.directory import MAX_NAMESAKES
 from kvmesh.bus.messages import Capacity, Instance, ModelCard, Role, encode
 from kvmesh.bus.storage.model_files import pack
 
@@ -197,10 +198,38 @@ async def test_other_files_of_a_compatible_card_change_no_prompt(
             assert (await client.post(f"{mesh.url}/tokenize", json=body)).json() == before
 
 
-async def test_a_card_with_endless_ranks_is_ignored(mesh: Mesh, server: SecuredServer) -> None:
-    card, _ = await honest(server)
-    async with lying(server, "ranks") as liar:
-        capacity = Capacity(blocks=1, max_sequences=1, max_batched_tokens=1, dp_ranks=1_000_000_000)
-        await liar.state(replace(card, capacity=capacity))
-        await eventually(lambda: "ignored an unreadable card" in mesh.logs())
+@pytest.mark.parametrize("field", ["ranks", "name", "adapters", "labels"])
+async def test_a_card_with_endless_fields_is_ignored(
+    mesh: Mesh, server: SecuredServer, field: str
+) -> None:
+    """A server ends the connection that names a subject as long as one of these."""
+    card, model = await honest(server)
+    capacity = Capacity(blocks=1, max_sequences=1, max_batched_tokens=1, dp_ranks=1_000_000_000)
+    stated = {
+        "ranks": replace(card, capacity=capacity),
+        "name": replace(card, model=replace(model, name="m" * 5000)),
+        "adapters": replace(card, model=replace(model, adapters=["a"] * 20_000)),
+        "labels": replace(card, labels={"label": "l" * 800_000}),
+    }
+    async with lying(server, field) as liar:
+        await liar.state(stated[field])
+        await eventually(lambda: f"worker.evil-0.{field}" in mesh.logs())
         await all_served(mesh)
+    assert "reconnecting" not in mesh.logs()
+
+
+async def test_a_worker_under_hundreds_of_instances_is_a_few(
+    mesh: Mesh, server: SecuredServer
+) -> None:
+    card, model = await honest(server)
+    async with lying(server, "first") as liar:
+        names = [f"n{number}" for number in range(200)]
+        for name in names:
+            liar.instance = f"evil-0-{name}"
+            liar.key = liar._bus.subjects.lease_key(Role.WORKER, liar.instance)
+            await liar.state(replace(card, model=replace(model, name=name)))
+        await eventually(lambda: "ignored further instances of worker evil-0" in mesh.logs())
+        await all_served(mesh)
+        async with httpx.AsyncClient() as client:
+            listed = (await client.get(f"{mesh.url}/v1/models")).json()["data"]
+        assert len({model["id"] for model in listed} & set(names)) <= MAX_NAMESAKES

@@ -104,7 +104,7 @@ async def test_keys_in_a_terminal(mesh: Mesh, nats_server: NatsServer) -> None:
         screen.shows("PAUSED")
         screen.press("p?")
         screen.shows("quit")
-        os.kill(nats_server.pid, signal.SIGSTOP)
+        nats_server.signal(signal.SIGSTOP)
         try:
             screen.shows("has sent nothing for")
         finally:

@@ -65,6 +65,14 @@ def _is_free(port: int) -> bool:
     return True
 
 
+def _is_stopped(task: Path) -> bool:
+    """True of a thread that a signal has stopped, or that has ended."""
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] in "TZX"
+    except OSError:
+        return True
+
+
 class NatsServer:
     """One server process; `restart` retains its port and store, `wipe` empties the store."""
 
@@ -123,8 +131,13 @@ class NatsServer:
             self._process = None
 
     def signal(self, number: int) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
+        """Send a signal; return after SIGSTOP once no thread runs on."""
+        os.kill(self.pid, number)
+        tasks = Path(f"/proc/{self.pid}/task")
+        deadline = time.monotonic() + PATIENCE_S
+        while number == signal.SIGSTOP and not all(map(_is_stopped, tasks.iterdir())):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
     def reload(self) -> None:
         """Have the server read its configuration again; return once it has.

@@ -99,8 +99,9 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     if origin is dict:
         return st.dictionaries(values(arguments[0]), values(arguments[1]), max_size=2)
     if get_origin(hint) is Annotated:
-        _, bounds = get_args(hint)
-        return st.integers(bounds.ge, bounds.le)
+        bounded, bounds = arguments
+        # lengths are beyond those of `values`
+        return values(bounded) if bounds.ge is None else st.integers(bounds.ge, bounds.le)
     if isinstance(hint, EnumMeta):
         return st.sampled_from(list(hint))
     assert issubclass(hint, Struct), hint

@@ -50,6 +50,9 @@ MIN_WAIT_S, MAX_WAIT_S = 0.02, 0.1  # between two attempts: a hundredth of the o
 LONGEST_GRACE_S = 2.0  # for a reply, after this process has read late
 LARGE = 32 << 10  # payloads from this size on are not copied into a joined buffer
 SEPARATORS = frozenset(" \t\r\n")
+# A server ends the connection at a longer line, by default of 4096 bytes; it has a reply subject,
+# too. Names of other processes are parts of subjects.
+MAX_SUBJECT = 3500
 CONNECT, INFO, PONG, PING, ERROR = b"CONNECT ", b"INFO ", b"PONG", b"PING", b"-ERR"
 SILENT = (
     "it accepts connections but sends nothing: if its tls block has handshake_first, set"
@@ -79,6 +82,13 @@ class PayloadTooLarge(MaxPayloadError):
     def __init__(self, limit: str) -> None:
         super().__init__()
         self.limit = limit
+
+
+class SubjectTooLong(NatsError):
+    """A server would end the connection at this subject."""
+
+    def __init__(self, subject: str) -> None:
+        super().__init__(f"{subject[:64]}… has {len(subject)} characters, more than {MAX_SUBJECT}")
 
 
 class LoginRefused(NatsError):
@@ -308,7 +318,7 @@ class DirectClient(Client):
 
     def _start_of(self, subject: str) -> bytes:
         """The bytes that begin each message on `subject`; empty if it is not a subject."""
-        if not subject or not SEPARATORS.isdisjoint(subject):
+        if not 0 < len(subject) <= MAX_SUBJECT or not SEPARATORS.isdisjoint(subject):
             return b""
         start = b"PUB %b " % subject.encode()
         if subject.startswith(KEPT):
@@ -338,11 +348,18 @@ class DirectClient(Client):
         headers: dict[str, Any] | None = None,
     ) -> None:
         if headers is not None or not self.try_publish(subject, payload, reply):
+            if len(subject) > MAX_SUBJECT:
+                raise SubjectTooLong(subject)
             if len(payload) + _header_bytes(headers) > self._max_payload:
                 # nats-py does not count the headers, the server does
                 self.on_too_large()
                 raise PayloadTooLarge(self.payload_limit)
             await super().publish(subject, payload, reply, headers)
+
+    async def subscribe(self, subject: str, *args: Any, **kwargs: Any) -> Subscription:
+        if len(subject) > MAX_SUBJECT:
+            raise SubjectTooLong(subject)
+        return await super().subscribe(subject, *args, **kwargs)
 
     async def subscribe_direct(
         self, subject: str, handler: Handler, queue: str = ""

@@ -15,7 +15,7 @@ from kvmesh.bus.connection.api_errors import (
     WRONG_LAST_SEQUENCE,
     explained,
 )
-from kvmesh.bus.connection.direct_client import PayloadTooLarge, PermissionDenied
+from kvmesh.bus.connection.direct_client import PayloadTooLarge, PermissionDenied, SubjectTooLong
 from kvmesh.bus.errors import (
     STREAM_NOT_FOUND,
     BusError,
@@ -69,6 +69,8 @@ def to_bus_error(error: NatsError | OSError, subject: str = "", size: int = 0) -
         return NotPermitted(subject or error.subject)
     if isinstance(error, PayloadTooLarge):
         return MessageTooLarge(subject, size, error.limit)
+    if isinstance(error, SubjectTooLong):
+        return BusError(cause(error))
     if isinstance(error, NoRespondersError):
         return NoResponder(subject)
     if isinstance(error, TimeoutError):

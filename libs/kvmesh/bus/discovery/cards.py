@@ -25,6 +25,7 @@ RECORD_TTL_S = 30 * 86_400.0  # of a killed worker's record where no frontend de
 GONE_S = 600.0  # without a lease, after which a record may go: no instance starts twice
 MOST_LEFT = 16  # records without leases of one name; instances of one name follow each other
 DATED = frozenset((Role.WORKER, Role.PARKED))  # whose age is that of their record
+MAX_BYTES = 512 << 10  # of a card
 MARKER = "Nats-Marker-Reason"  # header of the message by which the server says that a key expired
 _card_decoder = MessageDecoder(Instance)
 
@@ -35,6 +36,8 @@ class MisplacedCard(ValueError):
 
 def decode_card(subjects: Subjects, key: str, data: bytes) -> Instance:
     """The card at `key`; raises MsgspecError, or MisplacedCard if it names another instance."""
+    if len(data) > MAX_BYTES:
+        raise msgspec.ValidationError(f"{len(data)} bytes, more than {MAX_BYTES}")
     card = _card_decoder.decode(data)
     if key != subjects.lease_key(card.role, card.instance) or name_of(card.instance) != card.name:
         raise MisplacedCard(f"{card.role} {card.name}, instance {card.instance}")

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from math import inf
 
@@ -21,6 +22,7 @@ from kvmesh.bus.subjects import FAILED
 log = logging.getLogger(__name__)
 READY = "ready"  # `STATE` of a process that has to catch up before
 OPEN_S = 10.0
+MAX_NAMESAKES = 64  # live instances of one name, as of a worker that dies again and again
 ROUTE_READERS = frozenset((Role.ROUTER, Role.PLANNER, Role.ORACLE))
 
 
@@ -55,6 +57,7 @@ class Directory:
         self._renewed_at: dict[str, float] = {}
         self._read: dict[str, int] = {}  # hashes of the accepted messages, which renewals repeat
         self._cards: dict[str, Instance] = {}
+        self._named: Counter[tuple[Role, str]] = Counter()  # the cards of each name
         self._ages = WorkerAges()
         self._plain: set[str] = set()  # keys of readers that take no packs
         self._prefix = f"$KV.{bus.subjects.instances_bucket}."
@@ -124,6 +127,11 @@ class Directory:
             if self._log_once.first(key, reason := str(error)):
                 log.warning("ignored an unreadable card at %s: %s", key, reason)
             return
+        if key not in self._cards and self._named[card.role, card.name] >= MAX_NAMESAKES:
+            if self._log_once.first(f"{card.role} {card.name}", "namesakes"):
+                text = "ignored further instances of %s %s: %d live ones have that name"
+                log.warning(text, card.role, card.name, MAX_NAMESAKES)
+            return
         self._renewed_at[key], self._read[key] = now, read
         self._take(key, self._ages.dated(key, card, message.time))
 
@@ -136,6 +144,7 @@ class Directory:
 
     def _take(self, key: str, card: Instance) -> None:
         if self._cards.get(key) != card:
+            self._named[card.role, card.name] += key not in self._cards
             self._cards[key] = card
             plain = card.role in ROUTE_READERS and not card.unpacks
             (self._plain.add if plain else self._plain.discard)(key)
@@ -148,6 +157,8 @@ class Directory:
         self._plain.discard(key)
         card = self._cards.pop(key, None)
         if card is not None:
+            self._named[card.role, card.name] -= 1
+            self._named += Counter()  # drops those of which none is left
             self._left(card)
 
     def _none_renews(self, now: float, key: str) -> bool:

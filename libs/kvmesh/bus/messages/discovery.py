@@ -14,6 +14,8 @@ from msgspec import Meta, Struct
 
 MAX_NUMBER = 1 << 40  # beyond any engine: a card that states more is malformed
 MAX_RANKS = 1024  # of one worker: routers and indexers hold state of each
+MAX_NAME = 256  # characters: names become parts of subjects, whose length a server bounds
+MAX_ADAPTERS = 4096  # of one worker: each is a model in the API
 GENERATE, EMBED, SCORE = "generate", "embed", "score"  # tasks of models
 DIGITS = 16
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
@@ -81,6 +83,9 @@ def is_adapter_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
+
+
 class Role(StrEnum):
     """Role of a process; the first part of its key in the bucket of instances.
 
@@ -126,11 +131,11 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     on the `task`, too: "generate", or as in `Pooling`.
     """
 
-    name: str
+    name: Name
     context: Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
     block_size: Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
     files: str
-    adapters: list[str] = []
+    adapters: Annotated[list[str], Meta(max_length=MAX_ADAPTERS)] = []
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     images: bool = False
@@ -331,9 +336,9 @@ class Instance(Struct, frozen=True, kw_only=True):
     Routers and frontends state what they have `settled` of the models that they serve.
     """
 
-    instance: str
+    instance: Name
     role: Role
-    name: str
+    name: Name
     version: str
     started: float
     model: ModelCard | None = None
@@ -344,13 +349,13 @@ class Instance(Struct, frozen=True, kw_only=True):
     draining: bool = False
     endpoint: str | None = None
     labels: dict[str, str] = {}
-    node: str = ""
+    node: Name = ""
     store: NodeStore | None = None
     warnings: list[str] = []
     startup_s: float = 0.0
     phases: list[Phase] = []
     expects_returns: bool = False
-    parked_for: str = ""
+    parked_for: Name = ""
     promoted_s: float = 0.0
     compiled: CompiledOffer | None = None
     adapters: AdapterHost | None = None

@@ -48,7 +48,7 @@ class WorkerSettings(Section, frozen=True, kw_only=True):
 
     engine: Literal["mock", "torch", "vllm", "openai", "sglang", "trtllm"] = "mock"
     model: Path | None = None
-    served_name: str = ""
+    served_name: Annotated[str, Meta(max_length=256)] = ""
     revision: str = ""
     tool_parser: str = ""
     reasoning_parser: str = ""

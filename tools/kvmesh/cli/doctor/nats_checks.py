@@ -83,7 +83,8 @@ def streams(facts: Facts) -> Iterator[Finding]:
         yield Finding("fault", "streams", f"no answer about {_some(names)}: {reason}")
     for name, faults in facts.altered.items():
         for fault in faults:
-            yield Finding("fault", name, f"this stream {fault}")
+            text, _, remedy = fault.partition(": ")
+            yield Finding("fault", name, f"this stream {text}", action=remedy)
     if not (facts.absent or facts.leaderless or facts.altered):
         yield Finding("ok", "streams", f"{len(facts.streams)}, none is missing")
 
