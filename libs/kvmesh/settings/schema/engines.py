@@ -18,6 +18,9 @@ class MockSettings(Section, frozen=True, kw_only=True):
         Literal["generate", "embed", "score"],
         Meta(description="generate text, embed texts, or score documents for a query"),
     ] = "generate"
+    image_tokens: Annotated[
+        int, Meta(ge=0, le=1 << 16, description="tokens of each image in a prompt; 0: reads none")
+    ] = 0
     blocks: Annotated[Count, Meta(description="KV blocks of each rank of the mock engine")] = 16384
     max_sequences: Annotated[Count, Meta(description="sequences per step")] = 256
     max_batched_tokens: Annotated[Count, Meta(description="tokens per step")] = 8192

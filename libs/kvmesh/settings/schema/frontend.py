@@ -73,6 +73,13 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
         ),
     ] = None
     max_body_bytes: Annotated[Count, Meta(description="largest request body")] = 8 << 20
+    max_images: Annotated[int, Meta(ge=0, description="most images in a conversation")] = 100
+    max_image_bytes: Annotated[Count, Meta(description="largest file of an image")] = 5 << 20
+    max_image_pixels: Annotated[Count, Meta(description="most pixels of an image")] = 1 << 24
+    image_hosts: Annotated[
+        list[Annotated[str, Meta(pattern=r"^[A-Za-z0-9.-]+(:[0-9]+)?$")]],
+        Meta(description="hosts, as HOST[:PORT], from which images may be fetched by https"),
+    ] = []
     max_in_flight: Annotated[
         Count,
         Meta(

@@ -36,6 +36,7 @@ from kvmesh.worker.engine import (
     Rejected,
     Sink,
     StoreFactory,
+    Unsupported,
 )
 from kvmesh.worker.enginecore.counters import RetentionState
 from kvmesh.worker.enginecore.retention_options import RetentionOptions
@@ -61,6 +62,7 @@ from kvmesh.worker.engines.mock.text.script import Script, ScriptError
 from kvmesh.worker.engines.mock.text.source import TextSource
 from kvmesh.worker.engines.mock.timing import PolynomialStepModel
 from kvmesh.worker.engines.retention_settings import retention_options
+from kvmesh.worker.images import ImageStore, placeholder_of
 from kvmesh.worker.model_folder import model_context
 from kvmesh.worker.start.timeline import StartTimeline
 
@@ -116,6 +118,7 @@ class MockEngine:
         name: str,
         timeline: StartTimeline,
     ) -> None:
+        self.images = ImageStore()
         self._timeline = timeline
         self._name = name
         self._options = options
@@ -215,6 +218,11 @@ class MockEngine:
         if self._options.task != GENERATE:
             return "the model generates no text"
         return self._prefetches.start(command)
+
+    async def measure_image(self, width: int, height: int) -> int:
+        if not self._options.image_tokens:
+            raise Unsupported("mock.image_tokens is 0")
+        return self._options.image_tokens
 
     def max_adapter_rank(self) -> int:
         return 0
@@ -425,6 +433,7 @@ class MockEngine:
             supports_handoff=True,
             tiered=self._store is not None,
             task=options.task,
+            image_placeholder=placeholder_of(self._folder) if options.image_tokens else "",
             capacity=Capacity(
                 blocks=options.blocks,
                 max_sequences=options.max_sequences,
