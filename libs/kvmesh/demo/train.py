@@ -56,6 +56,7 @@ def files(tokenizer: Tokenizer) -> dict[str, str]:
         "vocab_size": tokenizer.get_vocab_size(),
         "eos_token_id": stop,
         "pad_token_id": end,
+        "image_token_id": tokenizer.token_to_id("<|image|>"),
     }
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -189,6 +189,20 @@ class ShowEvents(Struct, frozen=True, tag="show_events"):
     """Ask a worker for the counts of its engine's KV events; the reply is an `EventReport`."""
 
 
+class MeasureImage(Struct, frozen=True, tag="measure_image"):
+    """Ask a worker for the tokens that an image of this size in pixels has in a prompt."""
+
+    width: int
+    height: int
+
+
+class PutImage(Struct, frozen=True, tag="put_image"):
+    """Keep the file of an image for work that is about to follow; `digest` is its SHA-256."""
+
+    digest: bytes
+    data: bytes
+
+
 class Ping(Struct, frozen=True, tag="ping"):
     """Liveness probe: the server replies "no responders" if the instance is gone."""
 
@@ -208,6 +222,8 @@ Control: TypeAlias = (
     | Promote
     | Sleep
     | ShowEvents
+    | MeasureImage
+    | PutImage
 )
 
 
@@ -226,7 +242,7 @@ class ControlReply(Struct, frozen=True):
     as no other may leave now. `not_cleared` are the tiers that a `Clear` left as they are, or
     cleared in part: after an `ok` no prompt finds the blocks that it named. `digest` of a rank's
     blocks holds after all its events below `next_event` and before that one; `fingerprints` as
-    requested.
+    requested. `tokens` are those of a measured image.
     """
 
     ok: bool
@@ -238,6 +254,7 @@ class ControlReply(Struct, frozen=True):
     fingerprints: bytes = b""
     no_room: bool = False
     not_cleared: list[NotCleared] = []
+    tokens: int = 0
 
 
 class RankEvents(Struct, frozen=True, kw_only=True):

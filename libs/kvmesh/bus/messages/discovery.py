@@ -122,9 +122,10 @@ class ModelCard(Struct, frozen=True, kw_only=True):
 
     `context` is in tokens, `block_size` in tokens per block; `files` is a digest in the model
     store. `adapters` are the identities of its LoRA adapters; of those with one name, the first
-    serves new requests. `structural_tags`: the engine supports `Guided` of that kind;
-    `exempts_thinking`: it follows a `Guided` only once thinking has ended. Workers of one model
-    must agree on the fields from `hash_version` on, empty if unknown
+    serves new requests. `image_placeholder` is the text of the token that stands for an image where
+    the chat template shows one, empty if the model reads no images. `structural_tags`: the engine
+    supports `Guided` of that kind; `exempts_thinking`: it follows a `Guided` only once thinking has
+    ended. Workers of one model must agree on the fields from `hash_version` on, empty if unknown
     (`kvmesh.bus.discovery.compatibility`): the version of the block hashes, digests of the
     tokenizer, the chat template and config.json, the revision of the weights, a summary of the
     engine's KV layout, and the digest of the manifest of the weights (`kvmesh.weights`). They agree
@@ -138,7 +139,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     adapters: Annotated[list[str], Meta(max_length=MAX_ADAPTERS)] = []
     tool_parser: str | None = None
     reasoning_parser: str | None = None
-    images: bool = False
+    image_placeholder: str = ""
     structural_tags: bool = False
     exempts_thinking: bool = False
     hash_version: int = 0

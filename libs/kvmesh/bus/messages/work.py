@@ -80,6 +80,18 @@ class Pooling(Struct, frozen=True, kw_only=True, omit_defaults=True):
     pairs: list[tuple[str, str]] = []
 
 
+class PromptImage(Struct, frozen=True, array_like=True):
+    """An image in a prompt, whose tokens are the `length` ones from `start` on.
+
+    `digest` is the SHA-256 of its file. In the prompt its tokens are those of
+    `kvmesh.hashing.image_tokens`.
+    """
+
+    digest: bytes
+    start: int
+    length: int
+
+
 class Work(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence for an engine. `tokens` is the packed uint32 prompt.
 
@@ -95,7 +107,8 @@ class Work(Struct, frozen=True, kw_only=True, omit_defaults=True):
     `ephemeral` work are not written to lower tiers. `conversation` is as in `Hints`.
     `traceparent` is that of a traced request (W3C). Chunks name the request by `ref`, if set: a
     short name within the frontend. Neither name follows from those of the request's other attempts.
-    With `pooling`, nothing is generated: the one chunk is the last one, with `vectors`.
+    With `pooling`, nothing is generated: the one chunk is the last one, with `vectors`. `images`
+    are in the order of the prompt; a worker that lacks the file of one says so in its reply.
     """
 
     request: str
@@ -122,13 +135,15 @@ class Work(Struct, frozen=True, kw_only=True, omit_defaults=True):
     conversation: int = 0
     ref: str = ""
     pooling: Pooling | None = None
+    images: list[PromptImage] = []
 
 
 class WorkReply(Struct, frozen=True, kw_only=True):
     """The worker's immediate reply; if it accepts, tokens follow on the frontend's subject.
 
-    `status` is "accepted", "busy", "draining", "invalid", "incomplete", or "unloaded" if the work's
-    adapter has just made room for another; an unknown status means that the work was not accepted.
+    `status` is "accepted", "busy", "draining", "invalid", "incomplete", "unloaded" if the work's
+    adapter has just made room for another, or "images" if the worker lacks the files with the
+    digests `missing` (`PutImage`); an unknown status means that the work was not accepted.
     `stored`: the prompt may be the `base` of later work, until a reply is "incomplete": then the
     base was evicted, and the work must be sent with its whole prompt. `checking`: a chunk follows
     once the engine has accepted or refused the work.
@@ -138,6 +153,7 @@ class WorkReply(Struct, frozen=True, kw_only=True):
     reason: str = ""
     stored: bool = False
     checking: bool = False
+    missing: list[bytes] = []
 
 
 class Tokens(Struct, array_like=True):

@@ -20,6 +20,7 @@ from kvmesh.settings.schema.common import (
 class MockSettings(Section, frozen=True, kw_only=True):
     """
     task: generate text, embed texts, or score documents for a query
+    image_tokens: tokens of each image in a prompt; 0: reads none
     blocks: KV blocks of each rank of the mock engine
     max_sequences: sequences per step
     max_batched_tokens: tokens per step
@@ -63,6 +64,7 @@ class MockSettings(Section, frozen=True, kw_only=True):
     """
 
     task: Literal["generate", "embed", "score"] = "generate"
+    image_tokens: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
     blocks: Count = 16384
     max_sequences: Count = 256
     max_batched_tokens: Count = 8192

@@ -32,6 +32,10 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
     cors_origins: origins whose web pages may call the API, as https://HOST[:PORT]; *: all
     tenant_secret: 64 hexadecimal digits, the secret that separates tenants; none: the mesh's
     max_body_bytes: largest request body
+    max_images: most images in a conversation
+    max_image_bytes: largest file of an image
+    max_image_pixels: most pixels of an image
+    image_hosts: hosts, as HOST[:PORT], from which images may be fetched by https
     max_in_flight: requests served at once; beyond, as many again of tenants below an equal share,
         and the others are refused
     route_timeout_s: longest wait for a placement
@@ -95,6 +99,10 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
     ] = []
     tenant_secret: Secret | None = None
     max_body_bytes: Count = 8 << 20
+    max_images: Amount = 100
+    max_image_bytes: Count = 5 << 20
+    max_image_pixels: Count = 1 << 24
+    image_hosts: list[Annotated[str, Meta(pattern=r"^[A-Za-z0-9.-]+(:[0-9]+)?$")]] = []
     max_in_flight: Annotated[Count, LIVE] = 4096
     route_timeout_s: Annotated[Seconds, LIVE] = 60.0
     restart_wait_s: Annotated[Seconds, LIVE] = 5.0

@@ -39,6 +39,22 @@ class Image(Struct, frozen=True):
     cache: CacheControl | None = None
 
 
+class ImageFile(Struct, frozen=True, weakref=True, eq=False):
+    """An image that can be decoded, with its size in pixels; `digest`: the SHA-256 of `data`."""
+
+    digest: bytes
+    data: bytes
+    width: int
+    height: int
+
+
+class ShownImage(NamedTuple):
+    """An image that a model reads, which has `length` tokens in the prompt."""
+
+    file: ImageFile
+    length: int
+
+
 class AttachedFile(Struct, frozen=True):
     """A file that no model here reads; `kind` names it in words, such as "PDF document".
 
@@ -256,6 +272,8 @@ class GenerateRequest(Struct, kw_only=True):
     - `target`: the model that serves it, where `model` is an alias.
     - `shadow`: it is a copy of a request, whose answer nobody gets.
     - `memo`: results of the work on the messages for the conversation's next request.
+    - `images`: those of the messages by their URLs, if the model reads images; a text says why one
+      cannot be shown.
     - `origin`: key of the first message that a summary replaces, else 0.
     """
 
@@ -303,6 +321,7 @@ class GenerateRequest(Struct, kw_only=True):
     target: str = ""
     shadow: bool = False
     origin: int = 0
+    images: dict[str, ShownImage | str] = {}
 
     @property
     def turn(self) -> int:

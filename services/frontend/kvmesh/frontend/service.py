@@ -31,6 +31,7 @@ from kvmesh.frontend.auth.tenant_secret import LABEL, other_secrets, share_tenan
 from kvmesh.frontend.batches.runner import BatchRunner
 from kvmesh.frontend.batches.store import BatchStore
 from kvmesh.frontend.dispatch.dispatcher import Dispatcher
+from kvmesh.frontend.dispatch.images.client import ImageClient
 from kvmesh.frontend.dispatch.liveness import LivenessMonitor
 from kvmesh.frontend.dispatch.route_client import RouteClient
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
@@ -52,6 +53,7 @@ from kvmesh.frontend.metrics import ServedCollector, tenants
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.no_bus import answer_without_bus
+from kvmesh.frontend.preprocess.images.loader import ImageLoader
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.frontend.sessions.shadows import ShadowTraffic
 from kvmesh.frontend.wake.idle_models import IdleModelReader
@@ -101,7 +103,10 @@ class FrontendService:
         self.inbox = TokenInbox()
         self.events = SequenceEventPublisher(service.bus, service.instance, self.directory)
         self.routes = RouteClient(service.bus, self.events)
-        workers = WorkClient(service.bus, self.inbox, self.directory)
+        images = ImageClient(
+            service.bus, self.directory, self.waker, lambda: settings.wake_timeout_s
+        )
+        workers = WorkClient(service.bus, self.inbox, self.directory, images)
         self.monitor = LivenessMonitor(service.bus, workers, self.events, settings.stall_timeout_s)
         self.dispatcher = Dispatcher(
             service.instance,
@@ -146,6 +151,10 @@ class FrontendService:
         self.preprocessor = Preprocessor(
             settings.prepare_cache_bytes, self._tenants, self.answers, settings.share_prefixes
         )
+        self.preprocessor.images = loader = ImageLoader(
+            settings, self.preprocessor.threads, images.measure, images.max_file
+        )
+        images.data = loader.data
         self.batches = BatchRunner(
             service.instance,
             BatchStore(service.bus, settings),

@@ -5,6 +5,7 @@ from kvmesh.worker.capabilities import (
     Expecting,
     Parkable,
     Prefetching,
+    ReadingImages,
     Releasing,
     Retaining,
     RoleSwitching,
@@ -24,10 +25,11 @@ ROLES = "change of role at run time"
 ADAPTERS = "adapters at run time"
 TAGS = "structural tags"
 PARKING = "[parking](workers.md#parked-workers)"
+IMAGES = "[images](images.md)"
 SLEEP = "[sleep](workers.md#sleeping-workers)"
 ABILITIES = (
     *(DIRECTIVES, OUTCOMES, RELEASE, FORECASTS),
-    *(PREFETCH, TIERS, HANDOFF, ROLES, ADAPTERS, TAGS, PARKING, SLEEP),
+    *(PREFETCH, TIERS, HANDOFF, ROLES, ADAPTERS, TAGS, IMAGES, PARKING, SLEEP),
 )
 
 ALWAYS = "yes"
@@ -42,6 +44,7 @@ DECLARED: dict[str, dict[str, str]] = {
         FORECASTS: ORDER,
         TIERS: "`mock.host_blocks` or `mock.kvbm`",
         ADAPTERS: "`worker.max_adapters`",
+        IMAGES: "`mock.image_tokens`",
     },
     "torch": {
         **dict.fromkeys(
@@ -57,6 +60,7 @@ DECLARED: dict[str, dict[str, str]] = {
         **dict.fromkeys((HANDOFF, ROLES), "`worker.serves`"),
         ADAPTERS: "`worker.max_adapters`",
         **dict.fromkeys((PREFETCH, TAGS), ALWAYS),
+        IMAGES: "a model that reads them",
         PARKING: "all ranks on its machine",
         SLEEP: "vLLM's `enable_sleep_mode`, on GPUs",
     },
@@ -97,6 +101,7 @@ def abilities(engine: Engine, info: EngineInfo) -> set[str]:
         ROLES: info.supports_handoff and isinstance(engine, RoleSwitching),
         ADAPTERS: isinstance(engine, AdapterLoading),
         TAGS: info.structural_tags,
+        IMAGES: bool(info.image_placeholder) and isinstance(engine, ReadingImages),
         PARKING: isinstance(engine, Parkable),
         SLEEP: isinstance(engine, Sleeping) and not engine.cannot_sleep(),
     }

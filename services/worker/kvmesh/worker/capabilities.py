@@ -14,8 +14,10 @@ from kvmesh.bus.messages import (
     Clear,
     ControlReply,
     EventReport,
+    MeasureImage,
     Pin,
     Prefetch,
+    PutImage,
     RankEvents,
     Release,
     ReturnForecast,
@@ -26,9 +28,10 @@ from kvmesh.hashing import HASH_BYTES
 from kvmesh.worker.clearing import clear_reply
 from kvmesh.worker.engine import Engine, EngineError, EngineInfo, Unsupported
 from kvmesh.worker.enginecore.counters import LedgerCounts, RetentionState
+from kvmesh.worker.images import ImageStore, check_measured
 
 COMMAND_S = 10.0
-EngineCommand: TypeAlias = Clear | Release | Pin | Unpin | Prefetch
+EngineCommand: TypeAlias = Clear | Release | Pin | Unpin | Prefetch | MeasureImage | PutImage
 
 
 class TierCounts(Struct, frozen=True, kw_only=True):
@@ -100,6 +103,21 @@ class Prefetching(Protocol):
 
     def prefetch(self, command: Prefetch) -> str:
         """Start a prefetch; return the reason if it is refused. `abort` with its id ends it."""
+        ...
+
+
+@runtime_checkable
+class ReadingImages(Protocol):
+    """Engine that takes work with images, the files of which it has in `images` by then."""
+
+    images: ImageStore
+
+    async def measure_image(self, width: int, height: int) -> int:
+        """The number of tokens that an image has in a prompt.
+
+        Raises Unsupported if the model reads no images, and EngineError whose text begins with
+        "invalid: " if it reads none of this size.
+        """
         ...
 
 
@@ -242,6 +260,13 @@ async def execute_command(engine: Engine, name: str, command: EngineCommand) -> 
                     return ControlReply(not reason, reason)
                 case Clear():
                     return clear_reply(await engine.clear(command))
+                case MeasureImage(width, height):
+                    check_measured(width, height)
+                    tokens = await _reading_images(engine, name).measure_image(width, height)
+                    return ControlReply(True, tokens=tokens)
+                case PutImage():
+                    _reading_images(engine, name).images.put(command)
+                    return ControlReply(True)
                 case Release() | Pin() | Unpin():
                     return ControlReply(True, blocks=await _retain(engine, name, command))
     except Unsupported as error:
@@ -268,6 +293,12 @@ def event_report(engine: Engine) -> EventReport:
             for counts in ranks
         ]
     )
+
+
+def _reading_images(engine: Engine, name: str) -> ReadingImages:
+    if not isinstance(engine, ReadingImages):
+        raise Unsupported(f"the {name} engine takes no images")
+    return engine
 
 
 async def _retain(engine: Engine, name: str, command: Release | Pin | Unpin) -> int:

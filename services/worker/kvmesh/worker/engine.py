@@ -116,8 +116,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     `tiered`: it loads blocks from the kvbm of its node. `kv_layout` describes the KV layout as
     text, empty if unknown. `warnings` are abilities that it lacks although the settings ask for
     them: one line of text for each kind of warning. `devices` is the number of devices of one rank.
-    `expects_returns`: it orders eviction by forecasts of returns. `task` is as in `ModelCard`: an
-    engine gets no work of another one.
+    `expects_returns`: it orders eviction by forecasts of returns. `task` and
+    `image_placeholder` are as in `ModelCard`: an engine gets no work of another task.
     """
 
     name: str
@@ -138,6 +138,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     devices: int = 1
     expects_returns: bool = False
     task: str = GENERATE
+    image_placeholder: str = ""
 
 
 class Engine(Protocol):

@@ -46,6 +46,7 @@ def model_card(worker: WorkerSettings, folder: Path, info: EngineInfo, files: st
         revision=weights_revision(worker, folder),
         kv_layout=info.kv_layout,
         task=info.task,
+        image_placeholder=info.image_placeholder,
     )
 
 

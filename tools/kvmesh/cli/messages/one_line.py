@@ -227,6 +227,10 @@ def _computing(computing: m.ClaimAnnouncement) -> str:
     return f"{computing.instance} #{computing.number} {state}"
 
 
+def _put_image(image: m.PutImage) -> str:
+    return f"put_image {image.digest.hex()[:12]} of {len(image.data)} bytes"
+
+
 _FORMATTERS: dict[type, Callable[[Any], str]] = {
     m.KvBatch: _kv_batch,
     m.Decision: _decision,
@@ -248,12 +252,13 @@ _FORMATTERS: dict[type, Callable[[Any], str]] = {
     m.Lend: _lend,
     m.Prepare: _prepare,
     m.ClaimAnnouncement: _computing,
+    m.PutImage: _put_image,
     Undecodable: _undecodable,
     **dict.fromkeys(
         (
             *(m.Cancel, m.Resend, m.Dump, m.Drain, m.Clear, m.Ping),
             *(m.LoadAdapter, m.TakeAdapter, m.UnloadAdapter, m.Serve),
-            *(m.Promote, m.Sleep, m.ShowEvents),
+            *(m.Promote, m.Sleep, m.ShowEvents, m.MeasureImage),
             *(m.CheckIndex, m.ShowLearned, m.ShowReturns, m.ShowSpeeds),
         ),
         _control,

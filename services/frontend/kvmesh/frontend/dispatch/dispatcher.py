@@ -318,6 +318,7 @@ class Dispatcher:
             ephemeral=request.hints.ephemeral,
             ref=task.stream.ref,
             pooling=task.prompt.pooling,
+            images=task.prompt.images,
         )
 
     def _is_batch(self, task: SequenceTask) -> bool:
@@ -439,7 +440,9 @@ def _extended(prompt: PromptTokens, generated: list[int], block_size: int) -> Pr
     tokens = prompt.tokens + array("I", generated).tobytes()
     _, sequence_hashes = block_hashes(tokens, block_size, prompt.salt)
     count = prompt.count + len(generated)
-    return PromptTokens(tokens, count, sequence_hashes, prompt.salt, prompt.retention)
+    return PromptTokens(
+        tokens, count, sequence_hashes, prompt.salt, prompt.retention, images=prompt.images
+    )
 
 
 def _sampling(task: SequenceTask) -> Sampling:

@@ -13,6 +13,7 @@ from kvmesh.bus.discovery.leases import delete_lease
 from kvmesh.bus.discovery.ping import ping
 from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
 from kvmesh.bus.messages import Cancel, MessageDecoder, Work, WorkReply
+from kvmesh.frontend.dispatch.images.client import ImageClient
 from kvmesh.frontend.dispatch.token_inbox import Consumer, TokenInbox
 from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.prompt_delta.tokens import SentPromptCache
@@ -43,7 +44,14 @@ class WorkClient:
     that does not come back, and `back` each that does.
     """
 
-    def __init__(self, bus: Bus, inbox: TokenInbox, directory: Directory) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        inbox: TokenInbox,
+        directory: Directory,
+        images: ImageClient | None = None,
+    ) -> None:
+        self._images = images
         self._bus = bus
         self.inbox = inbox
         self._directory = directory
@@ -84,6 +92,11 @@ class WorkClient:
             if reply.status == "incomplete":
                 self._sent_prompts.forget(instance, work)
                 reply = await self._send(instance, work)
+            if reply.status == "images" and self._images is not None:
+                if reason := await self._images.send(instance, reply.missing):
+                    reply = WorkReply(status="images", reason=reason)
+                else:
+                    reply = await self._send(instance, work)
         except (NoResponder, RequestTimeout) as error:
             if stream.received_at > offered_at:
                 return OfferResult("accepted")  # only the reply was lost: tokens arrive

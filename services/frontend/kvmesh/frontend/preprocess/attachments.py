@@ -4,47 +4,110 @@ A client sends its history with each request, so an image that was refused for e
 session. Only what a person has just sent is refused: a client can take that back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from kvmesh.frontend.conversation import AttachedFile, Block, Image, Message, Text, ToolResult
+from kvmesh.frontend.conversation import (
+    AttachedFile,
+    Block,
+    Image,
+    Message,
+    ResultPart,
+    Text,
+    ToolResult,
+)
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.turn_memo import NO_MEMO, TurnMemo
 
 IMAGE = "image"
+READ_IN = ("user", "tool")  # roles
+NONE_REFUSED: Mapping[str, str] = {}
 _OMITTED = "[%s omitted: this model cannot read it]"
 
 
 def readable(
-    messages: list[Message], images: bool, field: str = "messages", memo: TurnMemo = NO_MEMO
+    messages: list[Message],
+    images: bool,
+    field: str = "messages",
+    memo: TurnMemo = NO_MEMO,
+    refused: Mapping[str, str] = NONE_REFUSED,
 ) -> list[Message]:
     """The messages with a text for each image and file that the model cannot read.
 
-    `images`: it reads images. The same list if there are none. Raises InvalidRequest for one that
-    the newest message brings; `field` holds the messages in the body.
+    `images`: it reads images, in messages of users and in results of tools, except those of the
+    URLs in `refused`, each with the reason. The same list if there is nothing to replace. Raises
+    InvalidRequest for what the newest message brings; `field` holds the messages in the body.
     """
-    unread: tuple[type, ...] = (AttachedFile,) if images else (AttachedFile, Image)
-    first = memo.first(("unread", images), messages, lambda message: _holds(message, unread))
+    step = "unread", images, frozenset(refused)
+    first = memo.first(step, messages, lambda message: _holds(message, images, refused))
     if first == len(messages):
         return messages
-    holding = [at for at in range(first, len(messages)) if _holds(messages[at], unread)]
+    holding = [at for at in range(first, len(messages)) if _holds(messages[at], images, refused)]
     if holding[-1] == _sent_by_a_person(messages):
-        _refuse(messages[holding[-1]], unread, field)
+        _refuse(messages[holding[-1]], images, refused, field)
     found = list(messages)
     for index in holding:
-        shown = [_shown(block, unread) for block in messages[index].blocks]
-        found[index] = Message(messages[index].role, shown, messages[index].generated)
+        role, reads = messages[index].role, images and messages[index].role in READ_IN
+        shown = [_shown(block, reads, refused) for block in messages[index].blocks]
+        found[index] = Message(role, shown, messages[index].generated)
     return found
 
 
-def _holds(message: Message, unread: tuple[type, ...]) -> bool:
+def images_behind_results(messages: list[Message]) -> list[Message]:
+    """The messages with the images of tool results behind all results of the turn.
+
+    For templates that show none within results. The same list if there are none.
+    """
+    if not any(_is_result_with_image(b) for message in messages for b in message.blocks):
+        return messages
+    found: list[Message] = []
+    waiting: list[Block] = []
+    for message in messages:
+        blocks: list[Block] = []
+        for block in message.blocks if message.role != "assistant" else ():
+            if isinstance(block, ToolResult):
+                waiting += [part for part in block.content if isinstance(part, Image)]
+                blocks.append(_result(block, [_moved(part) for part in block.content]))
+            else:
+                blocks += [*waiting, block]
+                waiting = []
+        if message.role == "assistant":
+            if waiting:
+                found.append(Message("user", waiting))
+                waiting = []
+            found.append(message)
+        else:
+            found.append(Message(message.role, blocks, message.generated))
+    return [*found, Message("user", waiting)] if waiting else found
+
+
+def _is_result_with_image(block: Block) -> bool:
+    return isinstance(block, ToolResult) and Image in map(type, block.content)
+
+
+def _moved(part: ResultPart) -> ResultPart:
+    return Text("[image: see below]", part.cache) if isinstance(part, Image) else part
+
+
+def _result(block: ToolResult, content: list[ResultPart]) -> ToolResult:
+    return ToolResult(block.call_id, content, block.is_error, block.references, block.cache)
+
+
+def _is_unread(block: Block, images: bool, refused: Collection[str]) -> bool:
+    if isinstance(block, Image):
+        return not images or block.url in refused
+    return isinstance(block, AttachedFile)
+
+
+def _holds(message: Message, images: bool, refused: Collection[str]) -> bool:
+    images = images and message.role in READ_IN
     for block in message.blocks:
         if type(block) is Text:
             continue  # most are
-        if isinstance(block, unread):
+        if _is_unread(block, images, refused):
             return True
         if isinstance(block, ToolResult):
             for part in block.content:
-                if isinstance(part, unread):
+                if _is_unread(part, images, refused):
                     return True
     return False
 
@@ -74,18 +137,21 @@ def _follows_results(messages: Sequence[Message], index: int) -> bool:
     return False
 
 
-def _refuse(message: Message, unread: tuple[type, ...], field: str) -> None:
-    first = next(block for block in message.blocks if isinstance(block, unread))
+def _refuse(message: Message, images: bool, refused: Mapping[str, str], field: str) -> None:
+    first = next(block for block in message.blocks if _is_unread(block, images, refused))
+    if isinstance(first, Image) and first.url in refused:
+        reason = f"`{field}`: an image of the newest message cannot be read: {refused[first.url]}."
+        raise InvalidRequest(reason, field, "invalid_image")
     what = f"{first.kind}s" if isinstance(first, AttachedFile) else f"{IMAGE}s"
     reason = f"`{field}`: this model does not read {what}; the newest message has one."
     raise InvalidRequest(reason, field)
 
 
-def _shown(block: Block, unread: tuple[type, ...]) -> Block:
+def _shown(block: Block, images: bool, refused: Collection[str]) -> Block:
     if isinstance(block, ToolResult):
-        content = [_placeholder(b) if isinstance(b, unread) else b for b in block.content]
-        return ToolResult(block.call_id, content, block.is_error, block.references, block.cache)
-    return _placeholder(block) if isinstance(block, unread) else block
+        content = [_placeholder(b) if _is_unread(b, images, refused) else b for b in block.content]
+        return _result(block, content)
+    return _placeholder(block) if _is_unread(block, images, refused) else block
 
 
 def _placeholder(block: Block) -> Text:

@@ -2,6 +2,7 @@
 
 import datetime
 import secrets
+from collections.abc import Sequence
 from time import monotonic
 from typing import TypeVar
 
@@ -13,6 +14,7 @@ from kvmesh.bus.messages import (
     ComputedAhead,
     Guided,
     Pooling,
+    PromptImage,
     PromptParts,
     Retain,
     ShownAnswers,
@@ -23,7 +25,13 @@ from kvmesh.frontend.answers.store import AnswerStore
 from kvmesh.frontend.apis.content.compaction import without_compacted
 from kvmesh.frontend.apis.turns.bodies import Turns
 from kvmesh.frontend.cache_account.comparison import PromptComparison
-from kvmesh.frontend.conversation import GenerateRequest, Message, RenderedPrompt, Text
+from kvmesh.frontend.conversation import (
+    GenerateRequest,
+    Message,
+    RenderedPrompt,
+    ShownImage,
+    Text,
+)
 from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.dialects.templates.chat_template import continued_text
 from kvmesh.frontend.dialects.templates.frame_probe import CONTINUE
@@ -33,9 +41,15 @@ from kvmesh.frontend.json_bounds import check_arguments
 from kvmesh.frontend.metrics import restored_answers
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, scope_sessions
-from kvmesh.frontend.preprocess.attachments import readable
+from kvmesh.frontend.preprocess.attachments import images_behind_results, readable
 from kvmesh.frontend.preprocess.conversation_key import conversation_key, inferred_session
 from kvmesh.frontend.preprocess.edited_prompt import PromptCounter, apply_edits, note_compaction
+from kvmesh.frontend.preprocess.images.loader import ImageLoader
+from kvmesh.frontend.preprocess.images.placeholders import (
+    prompt_images,
+    shown_images,
+    with_images,
+)
 from kvmesh.frontend.preprocess.limits import (
     check_context,
     check_prompt_memory,
@@ -80,6 +94,7 @@ class PromptTokens(Struct):
     salt: int
     retention: list[Retain] = []
     pooling: Pooling | None = None
+    images: list[PromptImage] = []
 
 
 class PreparedRequest(Struct):
@@ -151,6 +166,7 @@ class Preprocessor:
         self.encoder = PromptEncoder(memo_bytes // 2)
         self.turns = Turns(memo_bytes // 2, secrets.token_hex(16))
         self.threads = FairThreads()
+        self.images: ImageLoader | None = None
 
     async def prepare(
         self, request: GenerateRequest, model: ServedModel, adapter: str | None
@@ -160,10 +176,15 @@ class Preprocessor:
         Raises ContextExceeded or InvalidRequest.
         """
         model.check_task(GENERATE)
+        await self._load_images(request, model)
         self._arrange(request, model)
         _name_session(request)
         found = await self._stored(request, model)
         return await self._run(request, self._prepare(request, model, adapter, found))
+
+    async def _load_images(self, request: GenerateRequest, model: ServedModel) -> None:
+        if self.images is not None:
+            await self.images.load(request, model.card)
 
     async def _stored(self, request: GenerateRequest, model: ServedModel) -> FoundAnswers:
         """The answers in a conversation that are stored."""
@@ -198,12 +219,16 @@ class Preprocessor:
         """Bring the messages into the form that all later prompts show."""
         if request.thinking_budget == 0:
             request.thinking = False
-        images, field, memo = model.card.images, request.content_field, request.memo
+        images = self.images is not None and bool(model.card.image_placeholder)
+        field, memo = request.content_field, request.memo
+        refused = {u: why for u, why in request.images.items() if isinstance(why, str)}
         messages, summary = without_compacted(request.messages, memo)
         if summary is not None:
             request.origin = summary.origin
-        shown = readable(messages, images, field, memo)
+        shown = readable(messages, images, field, memo, refused)
         request.messages = in_call_order(shown, memo)
+        if request.images and not model.dialect.template.shows_images_in_results(request):
+            request.messages = images_behind_results(request.messages)
         if self._share_prefixes and request.agent.startswith(AGENT):
             request.messages = list(shared_prefix(request.messages))
 
@@ -246,7 +271,8 @@ class Preprocessor:
             drops = model.dialect.template.drops_thinking(request)
             retention = yield from self._retention(request, model, encoded, drops)
         check_prompt_memory(packed, request.n)
-        prompts = [hash_prompt(tokens, model, salt, retention) for tokens in packed]
+        pictures = shown_images(request)
+        prompts = [hash_prompt(tokens, model, salt, retention, pictures) for tokens in packed]
         longest = max(prompt.count for prompt in prompts)
         limit = output_limit(request, len(prompts), longest, model.card.context)
         request.span.record(RENDER, began, rendered)
@@ -285,6 +311,7 @@ class Preprocessor:
 
         A prompt may exceed the context, but not `counted_tokens`.
         """
+        await self._load_images(request, model)
         self._arrange(request, model)
         found = await self._stored(request, model)
         return await self._run(request, self._count(request, model, found))
@@ -333,6 +360,7 @@ class Preprocessor:
     ) -> PromptTokens:
         """The prompt of a conversation up to its user's next message; raises as `prepare` does."""
         model.check_task(GENERATE)
+        await self._load_images(request, model)
         self._arrange(request, model)
         _name_session(request)
         found = await self._stored(request, model)
@@ -402,7 +430,8 @@ def render(request: GenerateRequest, model: ServedModel, plain: bool = False) ->
         raise InvalidRequest(
             f"The model's chat template refused the conversation: {error}", request.content_field
         ) from error
-    return rendered._replace(text=_encodable(rendered.text))
+    rendered = rendered._replace(text=_encodable(rendered.text))
+    return with_images(rendered, request, model.card.image_placeholder)
 
 
 def _raw_text(request: GenerateRequest) -> str:
@@ -423,10 +452,21 @@ def _encodable(text: str) -> str:
 
 
 def hash_prompt(
-    tokens: bytes, model: ServedModel, salt: int, retention: list[Retain]
+    tokens: bytes,
+    model: ServedModel,
+    salt: int,
+    retention: list[Retain],
+    images: Sequence[ShownImage] = (),
 ) -> PromptTokens:
     """The prompt of packed `tokens` with its hashes; raises InvalidRequest if it is empty."""
     if not tokens:
         raise InvalidRequest("The prompt has no tokens.", "prompt")
     _, sequence_hashes = block_hashes(tokens, model.card.block_size, salt)
-    return PromptTokens(tokens, len(tokens) // 4, sequence_hashes, salt, retention)
+    return PromptTokens(
+        tokens,
+        len(tokens) // 4,
+        sequence_hashes,
+        salt,
+        retention,
+        images=prompt_images(tokens, images),
+    )

@@ -116,7 +116,8 @@ class SessionHooks:
         """Store the session's prompt and cancel the speculative prefill made for it."""
         prompt, request = prepared.prompts[0], prepared.request
         hooked = HookedRequest(prepared, self._histories.begin(prepared))
-        if request.messages and request.n == 1 and not request.hints.load_test:
+        alone = request.n == 1 and not prompt.images
+        if request.messages and alone and not request.hints.load_test:
             name = prepared.model.card.name
             tenant = owner(request.cache_salt)
             family = FollowUpFamily(name, request.agent, request.returns_thinking, tenant)

@@ -1,10 +1,13 @@
 """Admission of work by a worker, before the engine sees it."""
 
-from kvmesh.bus.messages import GENERATE, Guided, Pooling, Work, WorkReply
+from collections.abc import Sequence
+
+from kvmesh.bus.messages import GENERATE, Guided, Pooling, PromptImage, Work, WorkReply
 from kvmesh.worker.engine import EngineInfo
 
 ACCEPTED = WorkReply(status="accepted")
 CHECKING = WorkReply(status="accepted", checking=True)
+DIGEST_BYTES = 32  # of an image
 MAX_CONSTRAINT_BYTES = 512 << 10  # of a schema, grammar or regular expression
 STORED = WorkReply(status="accepted", stored=True)
 INCOMPLETE = WorkReply(status="incomplete", reason="the base prompt is no longer stored here")
@@ -35,6 +38,11 @@ def rejection_reason(work: Work, info: EngineInfo) -> str:
         return f"there is no rank {work.rank}"
     if work.adapter is not None and work.adapter not in info.adapters:
         return f"there is no adapter {work.adapter}"
+    if work.images:
+        if not info.image_placeholder:
+            return f"the {info.name} engine of this worker takes no images"
+        if not _in_order(work.images, length):
+            return f"the images are not one behind the other in a prompt of {length} tokens"
     return _too_large(work.sampling.guided)
 
 
@@ -50,6 +58,15 @@ def _unpoolable(pooling: Pooling, length: int, context: int) -> str:
     if max(lengths) > context:
         return f"an input has {max(lengths)} tokens; at most {context} fit"
     return ""
+
+
+def _in_order(images: Sequence[PromptImage], length: int) -> bool:
+    end = 0
+    for image in images:
+        if image.start < end or image.length < 1 or len(image.digest) != DIGEST_BYTES:
+            return False
+        end = image.start + image.length
+    return end <= length
 
 
 def _too_large(guided: Guided | None) -> str:

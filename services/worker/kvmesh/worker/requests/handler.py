@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from kvmesh.bus.messages import Load, Tokens, Work, WorkReply
 from kvmesh.prompt_delta.tokens import PromptCache
 from kvmesh.settings.schema import WorkerSettings
-from kvmesh.worker.capabilities import default_outcomes
+from kvmesh.worker.capabilities import ReadingImages, default_outcomes
 from kvmesh.worker.constraints.compiler import ConstraintCompiler
 from kvmesh.worker.engine import Engine, EngineInfo, OutputDelta, Rejected
 from kvmesh.worker.requests import admission
@@ -76,6 +76,8 @@ class RequestHandler:
         work = engine_named(named)
         if reason := admission.rejection_reason(work, info):
             return admission.invalid(reason)
+        if work.images and (missing := self._missing(work)):
+            return WorkReply(status="images", missing=missing)
         compiles = self._compiler.must_compile(work)
         if self._is_full(work.rank) or (compiles and not self._compiler.has_capacity(work)):
             return admission.BUSY
@@ -182,6 +184,11 @@ class RequestHandler:
     def _abort_each(self, requests: list[str]) -> None:
         for request in requests:
             self.abort(request)
+
+    def _missing(self, work: Work) -> list[bytes]:
+        """The digests of the images of a work whose files this worker lacks."""
+        engine = self._engine
+        return engine.images.missing(work.images) if isinstance(engine, ReadingImages) else []
 
     def _is_full(self, rank: int) -> bool:
         limit = self._worker.max_waiting

@@ -14,8 +14,8 @@ from support.index_events import apply_to_index
 from support.wait import eventually
 from support.zmq_publisher import EngineCache, ZmqPublisher
 
-from kvmesh.bus.messages import Cleared, KvEvent, Sampling, Stored, Work
-from kvmesh.hashing import block_hashes, salt
+from kvmesh.bus.messages import Cleared, KvEvent, PromptImage, Sampling, Stored, Work
+from kvmesh.hashing import block_hashes, image_tokens, salt
 from kvmesh.index import create_index
 from kvmesh.worker.adapters.kv_events.cache_events import (
     AllCleared,
@@ -27,6 +27,7 @@ from kvmesh.worker.adapters.kv_events.cache_events import (
 )
 from kvmesh.worker.adapters.kv_events.decoder import EventDecoder, MalformedEvents
 from kvmesh.worker.adapters.kv_events.feed import EventFeed
+from kvmesh.worker.adapters.kv_events.images import identifier
 from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
 from kvmesh.worker.adapters.kv_events.salts import PromptSalts
 from kvmesh.worker.adapters.kv_events.subscriber import event_endpoints, rank_endpoint
@@ -231,6 +232,22 @@ def test_an_image_separates_the_blocks_from_its_own_on() -> None:
     tokens = list(range(12))
     event = CACHE.stored(tokens, extra_keys=[None, [["image-1", 3]], None])
     assert depth(ledger().apply(decode(event)), tokens) == 1
+
+
+@pytest.mark.parametrize("prefix", ["", "lora-a:"])
+def test_an_image_of_the_mesh_has_the_tokens_of_its_prompt(prefix: str) -> None:
+    image, tokens = PromptImage(bytes(range(32)), 2, 7), array("I", range(12)).tobytes()
+    name = prefix + identifier(image)
+    keys = [[["another", 0], [name, 2]], [[name, -2]], [[name, -6], ["more", 1]]]
+    [event] = decode(CACHE.stored(list(range(12)), extra_keys=keys))
+    assert isinstance(event, BlocksStored)
+    ids = image_tokens(image.digest, image.length)
+    assert event.tokens == tokens[: 2 * 4] + ids + tokens[9 * 4 :]
+    assert [bool(extra) for extra in event.extras] == [True, False, True]
+    for others in (None, [name, "x"], [name], [7, 1], ["kvm-image-" + "g" * 64 + "-7", 1]):
+        [event] = decode(CACHE.stored(list(range(12)), extra_keys=[[others], None, None]))
+        assert isinstance(event, BlocksStored)
+        assert event.tokens == tokens
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ class TemplateCapabilities(Struct, frozen=True):
       between calls and their results.
     - `thinking_key`: the message field of thinking; `lone_thinking`: a message may have only that.
     - `forms`: the form of answers that are not to be shown as one message with all pieces.
+    - `image_results`: a tool result may have images.
     - `drops_thinking`: it shows thinking in the current turn but not in later prompts.
     - `fault`: what is wrong with it, if it fails; else empty.
     """
@@ -79,6 +80,7 @@ class TemplateCapabilities(Struct, frozen=True):
     thinking_key: str = "reasoning_content"
     lone_thinking: bool = True
     forms: dict[AnswerPieces, MessageForm] = {}
+    image_results: bool = True
     drops_thinking: bool = False
     call_ids: Literal["short", "kimi"] = "short"
     fault: str = ""
@@ -152,6 +154,7 @@ class _Probe:
             thinking_key=key or _THINKING_KEYS[0],
             lone_thinking=self._lone_thinking(key or _THINKING_KEYS[0]),
             forms=self._forms(),
+            image_results=calls is None or self._image_results(calls, empty),
             drops_thinking=key is not None and self._drops_thinking(key, calls, empty),
             call_ids=self._call_ids,
             fault=fault,
@@ -272,6 +275,15 @@ class _Probe:
         shown = [_ONE, *([_THOUGHT] if thinking else []), *shown]
         return self._renders([_message("user", _ONE), *answer], *shown)
 
+    def _image_results(self, calls: ArgumentsForm, empty: str | None) -> bool:
+        call, result = self._call_and_result(calls, empty)
+        before = [_message("user", _ONE), call]
+        parts = [{"type": "image"}, {"type": "text", "text": _THREE}]
+        shown = self._output([*before, result | {"content": parts}], None)
+        plain = self._output([*before, result], None)
+        raw = "'type'" in shown or '"type"' in shown
+        return _THREE in shown and len(shown) > len(plain) and not raw
+
     def _drops_thinking(self, key: str, calls: ArgumentsForm | None, empty: str | None) -> bool:
         thought = _message("assistant", _TWO) | {key: _THOUGHT}
         later = [_message("user", _ONE), thought, _message("user", _THREE)]
@@ -329,4 +341,7 @@ def _message(role: str, content: Any) -> Entry:
 
 
 def _as_parts(message: Entry) -> Entry:
-    return message | {"content": [{"type": "text", "text": message["content"] or ""}]}
+    content = message["content"]
+    if isinstance(content, list):
+        return message
+    return message | {"content": [{"type": "text", "text": content or ""}]}

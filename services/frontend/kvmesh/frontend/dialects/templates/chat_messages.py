@@ -422,7 +422,7 @@ class _MessageWriter:
         blocks: list[Block] = [*content, *map(self._definition, result.references)]
         shown = _content(blocks)
         if self._capabilities.calls is None or result.call_id in self._plain:
-            return {"role": "user", "content": f"<tool_response>\n{shown}\n</tool_response>"}
+            return {"role": "user", "content": _tagged(shown)}
         return {"role": "tool", "tool_call_id": stable_id, "name": name, "content": shown}
 
     def _definition(self, reference: str) -> Text:
@@ -472,6 +472,13 @@ def _content(blocks: list[Block]) -> Any:
         for b in blocks
         if isinstance(b, Image | Text)
     ]
+
+
+def _tagged(content: Any) -> Any:
+    """A result's content as a message of the user."""
+    if isinstance(content, str):
+        return f"<tool_response>\n{content}\n</tool_response>"
+    return [*_parts("<tool_response>\n"), *content, *_parts("\n</tool_response>")]
 
 
 def _arrange_system(

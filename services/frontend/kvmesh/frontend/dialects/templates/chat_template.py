@@ -269,6 +269,10 @@ class ChatTemplate:
         """True if prompts of later turns lack thinking that the current turn shows."""
         return bool(self._templates) and self._capabilities(request).drops_thinking
 
+    def shows_images_in_results(self, request: GenerateRequest) -> bool:
+        """True if a tool result in the prompt may have images."""
+        return not self._templates or self._capabilities(request).image_results
+
     @property
     def plain_parser(self) -> str | None:
         """The parser of the tool instructions' call form; None if the template shows tools."""

@@ -29,6 +29,7 @@ from kvmesh.worker.adapters.kv_events.cache_events import (
     fold_hash,
     medium_tier,
 )
+from kvmesh.worker.adapters.kv_events.images import image_key, with_image_tokens
 from kvmesh.worker.adapters.kv_events.salts import returned_salt
 
 REMOTE = 3  # the tier
@@ -229,10 +230,13 @@ def _stored(event: EngineEvent) -> BlocksStored:
     hashes = folded_hashes(event.block_hashes)
     salt, extras = _keys(event, parent is None, adapter, len(hashes))
     tier = _tier(event)
+    tokens = packed_tokens(event.token_ids)
+    if tokens and event.extra_keys:
+        tokens = with_image_tokens(tokens, size, event.extra_keys[: len(hashes)])
     return BlocksStored(
         hashes,
         None if parent is None else fold_hash(parent),
-        packed_tokens(event.token_ids),
+        tokens,
         size,
         tier,
         salt,
@@ -288,6 +292,7 @@ def _keys(
             continue
         # the adapter comes first: a client may have given its name as a salt, too
         others = list(keys[1:] if keys[0] in names else keys)
+        others = [other for other in others if image_key(other) is None]
         if not number and is_root:
             for key in others:
                 if isinstance(key, str) and (found := returned_salt(key)) is not None:

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from kvmesh.bus.messages import Prefetch, Work
+from kvmesh.hashing import has_image_tokens
 from kvmesh.worker.adapters.base import StreamingAdapter
 from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
 from kvmesh.worker.adapters.prefetching.pacer import PrefetchPacer
@@ -26,6 +27,8 @@ class PrefetchingAdapter(StreamingAdapter):
             return "the engine has not started"
         if not 0 <= command.rank < len(self._pacers):
             return f"there is no rank {command.rank}"
+        if has_image_tokens(command.tokens):
+            return "unsupported: the prompt has images"
         return self._prefetches.start(command)
 
     def abort(self, request: str) -> bool:

@@ -37,6 +37,7 @@ from kvmesh.worker.engine import (
     Rejected,
     Sink,
     StoreFactory,
+    Unsupported,
 )
 from kvmesh.worker.enginecore.counters import RetentionState
 from kvmesh.worker.enginecore.retention_request import parse_retention
@@ -54,6 +55,7 @@ from kvmesh.worker.engines.mock.text.guided import UnsupportedConstraint
 from kvmesh.worker.engines.mock.text.script import Script, ScriptError
 from kvmesh.worker.engines.mock.text.source import TextSource
 from kvmesh.worker.engines.retention_settings import retention_options
+from kvmesh.worker.images import ImageStore, placeholder_of
 from kvmesh.worker.model_folder import model_context
 
 log = logging.getLogger(__name__)
@@ -71,6 +73,7 @@ class MockEngine:
         if mock.kvbm and (mock.host_blocks or mock.disk_blocks):
             raise EngineConfigError("mock.kvbm excludes mock.host_blocks and mock.disk_blocks")
         longest = worker.context or model_context(context.folder)
+        self.images = ImageStore()
         self._timeline = context.timeline
         self._name = worker.name  # workers of the same settings differ in their random pace
         self._options = mock
@@ -171,6 +174,11 @@ class MockEngine:
         if self._options.task != GENERATE:
             return "the model generates no text"
         return self._prefetches.start(command)
+
+    async def measure_image(self, width: int, height: int) -> int:
+        if not self._options.image_tokens:
+            raise Unsupported("mock.image_tokens is 0")
+        return self._options.image_tokens
 
     def max_adapter_rank(self) -> int:
         return 0
@@ -358,6 +366,7 @@ class MockEngine:
             supports_handoff=True,
             tiered=self._store is not None,
             task=options.task,
+            image_placeholder=placeholder_of(self._folder) if options.image_tokens else "",
             capacity=Capacity(
                 blocks=options.blocks,
                 max_sequences=options.max_sequences,

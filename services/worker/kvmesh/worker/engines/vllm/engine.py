@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from multiprocessing import active_children
@@ -65,6 +65,7 @@ from kvmesh.worker.engines.vllm.connectors.known import hands_off
 from kvmesh.worker.engines.vllm.connectors.outcome import changed_arguments, check_connectors
 from kvmesh.worker.engines.vllm.constraints import Constraints
 from kvmesh.worker.engines.vllm.fork_servers.servers import ForkServers
+from kvmesh.worker.engines.vllm.images.prompts import ImagePrompts, image_prompts
 from kvmesh.worker.engines.vllm.kvbm.refused_subjects import OnRefused, refusals_heard
 from kvmesh.worker.engines.vllm.parking.configuration import park_ranks
 from kvmesh.worker.engines.vllm.parking.gate import ParkingGate
@@ -87,6 +88,7 @@ from kvmesh.worker.engines.vllm.transfer_config import (
     serves_any_role,
     transfer_config_of,
 )
+from kvmesh.worker.images import ImageStore
 from kvmesh.worker.scratch import ScratchFolder
 from kvmesh.worker.start.timeline import StartTimeline
 
@@ -155,6 +157,8 @@ class VllmEngine(PrefetchingAdapter):
         self._blocks = 0
         self._block_size = 1
         self._task = GENERATE
+        self.images = ImageStore()
+        self._image_prompts: ImagePrompts | None = None
 
     async def park(self) -> None:
         self._gate = gate = ParkingGate(self._folder.path)
@@ -237,6 +241,7 @@ class VllmEngine(PrefetchingAdapter):
         config = self._llm.vllm_config
         self._task = await task_of(self._llm)
         if self._task == GENERATE:
+            self._image_prompts = await image_prompts(self._llm)
             self._constraints = Constraints(config, self._folder.path, self._compile_timeout_s)
             # importing vLLM takes seconds, which only requests with constraints wait for
             self._tasks.start(_open(self._constraints), "trial process")
@@ -280,7 +285,8 @@ class VllmEngine(PrefetchingAdapter):
             params = self._sampling(work)
         except (VLLMClientError, ValueError) as error:
             raise Rejected(str(error)) from error
-        self._streams.start(work, self._paced(work.rank, self._generate(work, params)))
+        files = self.images.files(work.images)
+        self._streams.start(work, self._paced(work.rank, self._generate(work, params, files)))
         self._end_prefetches_of(work)
 
     def prefetch(self, command: Prefetch) -> str:
@@ -289,6 +295,11 @@ class VllmEngine(PrefetchingAdapter):
         if self._task != GENERATE:
             return "the model generates no text"
         return super().prefetch(command)
+
+    async def measure_image(self, width: int, height: int) -> int:
+        if self._image_prompts is None:
+            raise Unsupported("the model reads no images")
+        return await self._image_prompts.measure(width, height)
 
     def max_adapter_rank(self) -> int:
         return self._adapters.max_rank
@@ -413,6 +424,7 @@ class VllmEngine(PrefetchingAdapter):
             reports_outcomes=self.retains,
             expects_returns=self.expects_returns,
             task=self._task,
+            image_placeholder=self._image_prompts.placeholder if self._image_prompts else "",
             name="vllm",
             version=vllm_version,
             context=config.model_config.max_model_len,
@@ -455,10 +467,11 @@ class VllmEngine(PrefetchingAdapter):
         return {"kv_transfer_params": params} if params else None
 
     async def _generate(
-        self, work: Work, params: SamplingParams
+        self, work: Work, params: SamplingParams, files: Sequence[bytes] = ()
     ) -> AsyncGenerator[StreamOutput, None]:
+        prompt = await self._prompt_with_images(work, files)
         outputs = self._llm.generate(
-            self._prompt(work, array("I", work.tokens).tolist()),
+            prompt,
             params,
             work.request,
             lora_request=self._adapters.begin(work.adapter),
@@ -493,6 +506,16 @@ class VllmEngine(PrefetchingAdapter):
         finally:
             stats.forget(work.request)
             self._adapters.end(work.adapter)
+
+    async def _prompt_with_images(self, work: Work, files: Sequence[bytes]) -> dict[str, Any]:
+        prompts = self._image_prompts
+        if prompts is None or not work.images:
+            return self._prompt(work, array("I", work.tokens).tolist())
+        try:
+            images = await prompts.data(work.images, files)
+        except ValueError as error:
+            raise Rejected(str(error)) from error
+        return self._prompt(work, prompts.tokens(work.tokens, work.images)) | images
 
     def _prompt(self, work: Work, tokens: list[int]) -> dict[str, Any]:
         """A prompt of vLLM within the namespace of a work."""

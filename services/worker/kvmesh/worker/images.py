@@ -1,0 +1,52 @@
+"""The files of images that a worker keeps for its requests, by their content."""
+
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+from kvmesh.bus.messages import PromptImage, PutImage
+from kvmesh.runtime.lru import LruCache
+from kvmesh.worker.engine import EngineError, Rejected
+from kvmesh.worker.model_folder import read_json
+
+MAX_BYTES = 256 << 20
+MAX_PIXELS = 1 << 26  # of an image to measure
+
+
+class ImageStore:
+    """The files that were used last, `max_bytes` in all."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._files: LruCache[bytes, bytes] = LruCache(max_bytes, lambda _, data: len(data))
+
+    def put(self, image: PutImage) -> None:
+        """Keep a file; raises EngineError if it is not the one that its digest names."""
+        if sha256(image.data).digest() != image.digest or not image.data:
+            raise EngineError("the digest of the image is another one")
+        if not self._files.put(image.digest, image.data):
+            raise EngineError(f"the image has {len(image.data)} bytes, more than all may have")
+
+    def missing(self, images: Sequence[PromptImage]) -> list[bytes]:
+        """The digests of the files that are not here; the others are the last to leave."""
+        digests = dict.fromkeys(image.digest for image in images)
+        return [digest for digest in digests if self._files.get(digest) is None]
+
+    def files(self, images: Sequence[PromptImage]) -> list[bytes]:
+        """The files of images, in order; raises Rejected if one has left."""
+        found = [self._files.get(image.digest) for image in images]
+        if None in found:
+            raise Rejected("the file of an image is no longer stored here")
+        return [file for file in found if file is not None]
+
+
+def check_measured(width: int, height: int) -> None:
+    """Raise EngineError for a size that no image may have."""
+    if not (width > 0 < height and width * height <= MAX_PIXELS):
+        raise EngineError(f"invalid: an image cannot have {width} x {height} pixels")
+
+
+def placeholder_of(folder: Path) -> str:
+    """The token for which `image_token_id` in config.json stands; empty if there is none."""
+    token = read_json(folder / "config.json").get("image_token_id")
+    added = read_json(folder / "tokenizer.json").get("added_tokens", ())
+    return next((str(each["content"]) for each in added if each["id"] == token), "")
