@@ -126,7 +126,7 @@ async def test_a_reading_that_is_cancelled_leaves_no_callback(pair: Pair) -> Non
 
 
 class Heard:
-    """What a subscriber tells of."""
+    """Records of a subscriber's calls."""
 
     def __init__(self, endpoint: str, replay: str | None = None) -> None:
         self.delivered: list[bytes] = []
