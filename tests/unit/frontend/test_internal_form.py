@@ -140,6 +140,7 @@ CHANGES: dict[str, tuple[GenerateRequest, GenerateRequest]] = {
 WITHOUT_READER = {"Image.url": "no engine reads images yet"}
 # Read where the run or its report is made, by an attribute of this name.
 ELSEWHERE = (
+    conversation.ImageFile,
     conversation.GenerateRequest,
     conversation.Generated,
     conversation.ContextEdits,
