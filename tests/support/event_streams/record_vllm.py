@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import vllm
 from vllm.config import VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -161,6 +162,10 @@ def main() -> None:
     record("hybrid-windows-first", WINDOW, FULL)
     record("full-report", resets=False, request={"report": "full"})
     record("hybrid-states", FULL, STATES)
+    record("hybrid-states-parts", FULL, STATES, unit=SIZE // 2)
+    long = {"answer": 4 * SIZE}
+    record("preempted", keys=TENANTS, blocks=14, resets=False, request=long)
+    record("steps-ahead", keys=ADAPTERS, scheduler=AsyncScheduler, request=long)
     record("draft", draft=True)
     record("guesses", request={"answer": 3 * SIZE}, speculative_config=GUESSES)
     record("choices", keys=TENANTS, request={"choices": 3, "answer": 3 * SIZE})

@@ -53,7 +53,10 @@ ONE_LAYER = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
 
 
 class SmallScheduler:
-    """A scheduler of `blocks` blocks; `groups` are the specifications of the model's caches."""
+    """A scheduler of `blocks` blocks; `groups` are the specifications of the model's caches.
+
+    `unit` is the number of tokens that a hash of the engine covers.
+    """
 
     def __init__(
         self,
@@ -66,6 +69,8 @@ class SmallScheduler:
         draft: bool = False,
         late: bool = False,
         rank: int = 0,
+        unit: int = SIZE,
+        scheduler: type[Scheduler] = Scheduler,
         **arguments: Any,
     ) -> None:
         self._writer, self._rank, self._requests = writer, rank, 0
@@ -94,11 +99,12 @@ class SmallScheduler:
                 KVCacheGroupSpec([f"layer{number}"], spec) for number, spec in enumerate(groups)
             ],
         )
-        self.scheduler = Scheduler(
+        self.scheduler = scheduler(
             vllm_config=config,
             kv_cache_config=caches,
             structured_output_manager=StructuredOutputManager(config),
             block_size=SIZE,
+            hash_block_size=unit,
             log_stats=False,
         )
         # the model has no encoder: let it have the images that requests name
@@ -111,7 +117,7 @@ class SmallScheduler:
         init_none_hash(hash_function)
         # vLLM 0.33 hashes blocks with the draft's tokens after them
         ahead = getattr(config, "num_hash_lookahead_tokens", 0)
-        self._hasher = get_request_block_hasher(SIZE, hash_function, *([ahead] * bool(ahead)))
+        self._hasher = get_request_block_hasher(unit, hash_function, *([ahead] * bool(ahead)))
 
     @property
     def connector(self) -> Any:

@@ -45,6 +45,10 @@ def test_a_few_blocks_without_position_are_no_loss() -> None:
     assert EventLosses("w").check([counts(unknown_position=3)], 0.0) == {}
 
 
+def test_parts_of_blocks_are_no_loss() -> None:
+    assert EventLosses("w").check([counts(part_of_block=300)], 0.0) == {}
+
+
 def test_a_loss_that_has_stopped_is_no_warning() -> None:
     losses = EventLosses("w")
     assert losses.check([counts(1)], 0.0)

@@ -34,6 +34,8 @@ class EventLosses:
 def _losses(counts: LedgerCounts) -> Iterator[tuple[str, int, str]]:
     for reason, tiers in counts.dropped.items():
         count = sum(tiers)
+        if reason == "part_of_block":
+            continue  # the engine finds less than a block more
         if reason == "block_size":
             yield (
                 *(reason, count),
@@ -61,7 +63,11 @@ def _losses(counts: LedgerCounts) -> Iterator[tuple[str, int, str]]:
                 " the index keeps the newest",
             )
         else:
-            yield reason, count, "KV events of the engine lack tokens: the index lacks their blocks"
+            yield (
+                *(reason, count),
+                "KV events of the engine have more or fewer tokens than their blocks: the index"
+                " does not know these",
+            )
     if counts.unplaced >= MANY_WAITING:
         yield (
             *("unplaced", counts.unplaced),

@@ -40,7 +40,8 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 
 # reasons for which blocks are not in the index
 SIZE = "block_size"  # not that of the model's blocks
-TOKENS = "tokens"  # the event has not as many as its blocks
+PART = "part_of_block"  # beside whole blocks, as vLLM tells of a hybrid model's states
+TOKENS = "tokens"  # the event has more or fewer than its blocks
 UNKNOWN = "unknown_position"  # no event has said what precedes the block
 RESET = "reset"  # the engine may have kept it below when it cleared its memory
 OLD = "never_removed"  # the oldest of a tier of which the engine reports no removals
@@ -183,6 +184,9 @@ class CacheLedger:
         needed = size * len(event.hashes)
         whole = needed <= len(event.tokens) <= needed + TOKEN_BYTES  # as below
         count = event.block_size // self.block_size
+        if whole and len(event.hashes) == 1 and not count and self._blocks.kept()[event.tier]:
+            self._drop(PART, event.tier, 1)
+            return []
         if not (whole and count):
             self.odd_size = event.block_size
             self._drop(SIZE if whole else TOKENS, event.tier, len(event.hashes))
