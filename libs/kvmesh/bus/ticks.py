@@ -10,8 +10,10 @@ async def next_tick(period_s: float, sooner: asyncio.Event | None = None) -> Non
     """Wait until the next multiple of `period_s` on the loop's clock, or until `sooner` is set.
 
     To wake a resting process costs more than most checks do, so checks share their wake-ups if one
-    of their periods is a multiple of the other.
+    of their periods is a multiple of the other; those of more than a second are whole seconds.
     """
+    if period_s > 1:
+        period_s = floor(period_s)
     now = asyncio.get_running_loop().time()
     at = (floor((now + EARLY_S) / period_s) + 1) * period_s
     if sooner is None:

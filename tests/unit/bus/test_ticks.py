@@ -26,3 +26,9 @@ async def test_an_event_ends_a_wait() -> None:
     assert not wait.done()
     sooner.set()
     await wait
+
+
+async def test_periods_of_more_than_a_second_share_the_wake_ups_of_a_second() -> None:
+    waits = [asyncio.create_task(next_tick(period)) for period in (1.0, 1.5)]
+    _, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    assert not pending

@@ -18,6 +18,7 @@ from kvmesh.bus.messages import Instance, Role
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import FAILED
+from kvmesh.bus.ticks import next_tick
 
 log = logging.getLogger(__name__)
 READY = "ready"  # `STATE` of a process that has to catch up before
@@ -182,7 +183,7 @@ class Directory:
 
     async def _expire(self) -> None:
         while True:
-            await asyncio.sleep(self.lease_s / 3)
+            await next_tick(self.lease_s / 3)
             limit_s = self.lease_s * 1.5
             if self._bus.connected_for < limit_s:
                 continue

@@ -59,7 +59,7 @@ class Run:
         return {p.spec.name: p.record.pid for p in self.mesh.processes if p.record.pid}
 
     def shown(self) -> list[str]:
-        table = render(self.mesh.processes, None, asyncio.get_running_loop().time())
+        table = render(self.mesh.processes, None, {}, asyncio.get_running_loop().time())
         return [row[0].plain for row in table.rows]
 
     async def stop(self) -> None:

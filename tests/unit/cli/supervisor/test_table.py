@@ -38,9 +38,20 @@ async def test_the_table_shows_every_process() -> None:
     shown = Console(file=io.StringIO(), width=80)
     now = asyncio.get_running_loop().time()
     process.record.started(now - 61, 4711)
-    shown.print(render([process], None, now))
+    shown.print(render([process], None, {}, now))
+    shown.print(render([process], None, {"worker-0": {0: rank(0)}}, now))
     text = shown.file.getvalue()  # type: ignore[attr-defined]
-    assert text.split() == [
-        *("process", "state", "pid", "up", "restarts", "running", "waiting", "KV", "in", "use"),
-        *("worker-0", "running", "4711", "1m", "0"),
-    ]
+    headings = (
+        "process",
+        "state",
+        "pid",
+        "up",
+        "restarts",
+        "running",
+        "waiting",
+        "KV",
+        "in",
+        "use",
+    )
+    row = ("worker-0", "running", "4711", "1m", "0")
+    assert text.split() == [*headings, *row, *headings, *row, "2", "1", "30%"]

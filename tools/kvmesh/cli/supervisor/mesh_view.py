@@ -1,4 +1,4 @@
-"""The supervisor's view of the mesh on the bus: leases and loads."""
+"""The supervisor's view of the mesh on the bus: leases and starts."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ from kvmesh.bus.errors import (
     ServerUnfit,
     cause,
 )
-from kvmesh.bus.messages import Instance, Load, MessageDecoder, Starting, WorkerState, adapter_name
+from kvmesh.bus.messages import Instance, Starting, WorkerState, adapter_name
 from kvmesh.bus.storage.buckets import read_headers
 from kvmesh.bus.streams.configuration import purge_states
 from kvmesh.bus.streams.preparation import prepare_streams, why_not_ready
@@ -33,7 +33,7 @@ LOOK_S = 1e-4  # between looks at the cards, for each card: a look takes a part 
 
 
 class MeshView:
-    """Follows leases, loads and starts; `loads` is by process name, then by rank.
+    """Follows leases and starts.
 
     `have_served` are the names of the processes that might be given work at any time. `waits_for`
     names what `follow` waits for. `on_starting` is called with each report of a worker that starts,
@@ -49,7 +49,6 @@ class MeshView:
         self.waits_for = ""
         self.on_starting: Callable[[Starting], None] = lambda _: None
         self.on_joined: Callable[[], None] = lambda: None
-        self.loads: dict[str, dict[int, Load]] = {}
         self.have_served: set[str] = set()
 
     @classmethod
@@ -70,7 +69,7 @@ class MeshView:
             raise self._unusable(error) from error
 
     async def follow(self) -> None:
-        """Follow leases and loads; return once all present leases are known. Raises UpError.
+        """Follow leases and starts; return once all present leases are known. Raises UpError.
 
         Waits while a cluster elects its leaders.
         """
@@ -81,8 +80,6 @@ class MeshView:
         except BusError as error:
             raise self._unusable(error) from error
         self.waits_for = ""
-        loads = self.bus.subjects.load_all
-        await self.bus.subscribe(loads, MessageDecoder(Load), self._on_load)
         await follow_starts(self.bus, lambda starting: self.on_starting(starting))
 
     def _wait_for_streams(self) -> None:
@@ -170,9 +167,3 @@ class MeshView:
         self.have_served |= self.routable
         self._changed.set()
         self.on_joined()
-
-    async def _on_load(self, load: Load) -> None:
-        ranks = self.loads.setdefault(load.instance.rpartition("-")[0], {})
-        if any(known.instance != load.instance for known in ranks.values()):
-            ranks.clear()
-        ranks[load.rank] = load

@@ -1,23 +1,27 @@
 """Live table of `kvmesh up` in a terminal: processes, and the load of the workers."""
 
 import asyncio
-from collections.abc import Collection, Iterable
+import logging
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from kvmesh.bus.errors import BusError, cause
 from kvmesh.cli.supervisor.process import SupervisedProcess
 from kvmesh.cli.supervisor.restart_policy import ProcessState
 from kvmesh.runtime.quantities import duration
 from kvmesh.terminal.tables import FittedTable, columns
 
 if TYPE_CHECKING:
+    from kvmesh.bus.client import Bus
     from kvmesh.bus.messages import Load
     from kvmesh.cli.supervisor.mesh_view import MeshView
     from kvmesh.cli.supervisor.startup import StartupGuide
 
+log = logging.getLogger(__name__)
 REFRESH_S = 0.5
 LOAD = ("running", "waiting", "KV in use")
 COLOURS = {
@@ -35,24 +39,47 @@ class LiveTable:
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._loads: dict[str, dict[int, Load]] = {}  # by process name, then by rank
 
     def emit(self, text: str) -> None:
         self._console.print(Text.from_ansi(text), soft_wrap=True)
 
     async def show(self, processes: Iterable[SupervisedProcess], guide: "StartupGuide") -> None:
         """Update the table until cancelled."""
+        followed = False
         with self._live:
             while True:
+                if guide.view is not None and not followed:
+                    followed = await self._follow_loads(guide.view.bus)
                 now = asyncio.get_running_loop().time()
-                self._live.update(render(processes, guide.view, now), refresh=True)
+                table = render(processes, guide.view, self._loads, now)
+                self._live.update(table, refresh=True)
                 await asyncio.sleep(REFRESH_S)
+
+    async def _follow_loads(self, bus: "Bus") -> bool:
+        from kvmesh.bus.discovery.worker_reports import follow_loads
+
+        try:
+            await follow_loads(bus, self._on_load)
+        except BusError as error:
+            log.debug("the table shows no loads yet: %s", cause(error))
+            return False
+        return True
+
+    def _on_load(self, load: "Load") -> None:
+        ranks = self._loads.setdefault(load.instance.rpartition("-")[0], {})
+        if any(known.instance != load.instance for known in ranks.values()):
+            ranks.clear()
+        ranks[load.rank] = load
 
 
 def render(
-    processes: Iterable[SupervisedProcess], view: "MeshView | None", now: float
+    processes: Iterable[SupervisedProcess],
+    view: "MeshView | None",
+    loads: "Mapping[str, Mapping[int, Load]]",
+    now: float,
 ) -> FittedTable:
     """The table at monotonic time `now`."""
-    loads = view.loads if view else {}
     routable = view.routable if view else set()
     headings = ("process", "state", "pid", "up", "restarts", *LOAD)
     table = FittedTable(columns(*headings, hide=("pid", "up", "KV in use", "restarts", *LOAD)))
