@@ -225,10 +225,14 @@ readers: $(ENGINES) $(READERS)/.installed $(VLLM_VENV)/.installed  ## other tool
 
 .readers/.installed:
 	mkdir -p .readers
-	for tool in aiperf==0.13.0 guidellm==0.8.1 ai-dynamo==1.6.1; do \
-	  name=$${tool%%==*}; name=$${name#ai-}; $(PYTHON) -m venv .readers/$$name && \
+	for tool in aiperf==0.13.0 guidellm==0.8.1; do \
+	  name=$${tool%%==*}; $(PYTHON) -m venv .readers/$$name && \
 	  $(STEP) "installing $$tool" .readers/$$name/bin/pip install --quiet $$tool || exit 1; \
 	done
+	$(PYTHON) -m venv .readers/dynamo
+	# Its replay alone: what ai-dynamo depends on comes in part from an index of NVIDIA's own.
+	$(STEP) "installing ai-dynamo" .readers/dynamo/bin/pip install --quiet numpy 'pydantic<=2.13.5' typing_extensions uvloop
+	.readers/dynamo/bin/pip install --quiet --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
 	touch $@
 
 # Compose meshes in real containers: each profile and file, scaled, killed and rolled under traffic. They

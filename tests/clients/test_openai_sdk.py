@@ -1,6 +1,7 @@
 """The OpenAI SDK on chat completions, completions and responses."""
 
 import json
+import re
 import secrets
 from collections.abc import AsyncIterator
 
@@ -101,6 +102,23 @@ async def test_chat_parses_into_a_model(client: AsyncOpenAI) -> None:
         model=MODEL, messages=[{"role": "user", "content": "Someone"}], response_format=Person
     )
     assert isinstance(answer.choices[0].message.parsed, Person)
+
+
+async def test_vllms_constraints_hold(client: AsyncOpenAI) -> None:
+    chosen = await client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Yes or no?"}],
+        extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
+    )
+    assert chosen.choices[0].message.content in ("yes", "no")
+    coded = await client.completions.create(
+        model=MODEL, prompt="Code:", max_tokens=64, extra_body={"guided_regex": "[A-Z]{3}-[0-9]{2}"}
+    )
+    assert re.fullmatch("[A-Z]{3}-[0-9]{2}", coded.choices[0].text)
+    response = await client.responses.create(
+        model=MODEL, input="Code?", extra_body={"structured_outputs": {"regex": "[a-f]{4}"}}
+    )
+    assert re.fullmatch("[a-f]{4}", response.output_text)
 
 
 class Booking(BaseModel):

@@ -191,23 +191,16 @@ FOREIGN: list[tuple[str, str, Any]] = [
     ("completions", "add_special_tokens", False),
     ("responses", "stop", "x"),
     ("responses", "response_format", {"type": "json_object"}),
-    ("responses", "structured_outputs", {"regex": "a+"}),
 ]
 FOREIGN += [
     (api, name, value)
     for api in ("chat", "completions")
     for name, value in {
-        "regex": "a+",
-        "ebnf": "root ::= 'a'",
-        "grammar": "root ::= 'a'",
-        "guided_json": {"type": "object"},
-        "structured_outputs": {"regex": "a+"},
         "stop_regex": "a+",
         "use_beam_search": True,
         "logits_processors": ["a"],
         "custom_logit_processor": "a",
         "lora_path": "a",
-        "json_schema": '{"type": "object"}',
         "include_stop_str_in_output": True,
         "no_stop_trim": True,
         "stop_sequences": ["x"],

@@ -368,3 +368,38 @@ def test_thinking_that_the_request_forbids_is_not_allowed() -> None:
     assert constraint(made).kind == "structural_tag"
     assert made.after("", False).constraint() == SCHEMA
     assert made.after("<think>\n\n</think>\n\n", None).constraint() == SCHEMA
+
+
+CHOICE = Guided(kind="choice", value='["yes","no"]')
+REGEX = Guided(kind="regex", value="[a-z]+")
+GRAMMAR = Guided(kind="grammar", value="start: /.+/")
+
+
+@pytest.mark.parametrize("text", [CHOICE, REGEX, GRAMMAR])
+def test_a_text_that_is_no_json_is_constrained_as_it_is(text: Guided) -> None:
+    made = form(ToolChoice("none"), READ, text=text)
+    assert made.constraint() == text
+    assert read(made, "yes", 1) == [("text", "", "yes")]
+
+
+def test_thinking_comes_before_a_choice_and_before_no_grammar() -> None:
+    made = form(ToolChoice(), text=CHOICE, reasoning="qwen3", prompt="<think>\n")
+    assert constraint(made).kind == "structural_tag"
+    assert '"const_string","value":"yes"' in constraint(made).value
+    assert read(made, "so</think>\n\nno", 1) == [("thinking", "", "so"), ("text", "", "no")]
+    assert form(ToolChoice(), text=GRAMMAR, reasoning="qwen3", prompt="<think>\n").constraint() == (
+        GRAMMAR
+    )
+
+
+def test_a_choice_beside_tools_needs_structural_tags() -> None:
+    made = form(ToolChoice(), READ, text=CHOICE)
+    assert '"const_string","value":"yes"' in constraint(made).value
+    assert read(made, "yes", 1) == [("text", "", "yes")]
+    for refused in (
+        form(ToolChoice(), READ, text=CHOICE, tags=False),
+        form(ToolChoice(), READ, text=GRAMMAR),
+    ):
+        with pytest.raises(InvalidRequest) as error:
+            refused.constraint()
+        assert error.value.param == "tool_choice"

@@ -21,7 +21,8 @@ from kvmesh.frontend.apis.base import (
     json_encode,
 )
 from kvmesh.frontend.apis.cache_ttl import CacheOptions, CacheRetention, cache_ttl_s
-from kvmesh.frontend.apis.chat.body import MAX_CHOICES, ResponseFormat, guided
+from kvmesh.frontend.apis.chat.body import MAX_CHOICES
+from kvmesh.frontend.apis.content.constraints import constraint
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.nvext import Nvext, annotations_of, ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
@@ -50,7 +51,6 @@ class CompletionBody(SamplingBody, kw_only=True):
     logprobs: int | None = None
     stream: bool | None = None
     stream_options: openai.StreamOptions | None = None
-    response_format: ResponseFormat | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: CacheRetention | None = None
     prompt_cache_options: CacheOptions | None = None
@@ -106,7 +106,7 @@ def to_request(body: CompletionBody, request_id: str) -> GenerateRequest:
         model=body.model,
         sampling=to_sampling(body, limit, body.logprobs),
         prompts=prompts,
-        guided=guided(body.response_format),
+        guided=constraint(body),
         token_names=bool(body.return_tokens_as_token_ids),
         stream=bool(body.stream),
         n=body.n or 1,

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
-from msgspec import Struct
-
 from kvmesh.bus.messages import Sampling
 from kvmesh.frontend.apis.base import check_length, check_range
+from kvmesh.frontend.apis.content.constraints import ConstraintBody
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.errors import InvalidRequest
 
@@ -18,24 +17,15 @@ MAX_BIASED = 1024
 
 
 UNSUPPORTED = UnsupportedFields(
-    structured_outputs="response_format",
-    guided_json="response_format",
-    guided_regex=None,
-    guided_choice=None,
-    guided_grammar=None,
     prompt_logprobs=None,
     truncate_prompt_tokens=None,
     allowed_token_ids=None,
     bad_words=None,
-    regex=None,
-    ebnf=None,
-    grammar=None,
     stop_regex=None,
     use_beam_search=None,
     logits_processors=None,
     custom_logit_processor=None,
     lora_path="model",
-    json_schema="response_format",
     include_stop_str_in_output=None,
     no_stop_trim=None,
     stop_sequences="stop",
@@ -55,7 +45,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 _ranged = attrgetter(*(param for param, _, _ in _RANGES))
 
 
-class SamplingBody(Struct, kw_only=True):
+class SamplingBody(ConstraintBody, kw_only=True):
     """Fields of the OpenAI API, and of vLLM those that agents use, and the UNSUPPORTED ones.
 
     These are fields of vLLM, SGLang and llama.cpp.
@@ -76,24 +66,15 @@ class SamplingBody(Struct, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     prompt_logprobs: Any = None
     truncate_prompt_tokens: Any = None
     allowed_token_ids: Any = None
     bad_words: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    grammar: Any = None
     stop_regex: Any = None
     use_beam_search: Any = None
     logits_processors: Any = None
     custom_logit_processor: Any = None
     lora_path: Any = None
-    json_schema: Any = None
     include_stop_str_in_output: Any = None
     no_stop_trim: Any = None
     stop_sequences: Any = None

@@ -169,8 +169,10 @@ def after_thinking(
     if reasoning is None:
         return body
     begins = [*([""] if begun else []), reasoning.begin[0]]
-    thoughts = [_enclosed(begin, ANY_TEXT, reasoning.end[0]) for begin in begins]
-    return _sequence([_any_of([*thoughts, *([_NOTHING] if may_lack else [])]), _SPACE, body])
+    thoughts = [
+        _sequence([_enclosed(begin, ANY_TEXT, reasoning.end[0]), _SPACE]) for begin in begins
+    ]
+    return _sequence([_any_of([*thoughts, *([_NOTHING] if may_lack else [])]), body])
 
 
 def harmony_answer(calls: Node | None, final: Node | None) -> Node:

@@ -106,10 +106,17 @@ class OutputForm(Struct, frozen=True, kw_only=True):
         free = self.calls != "required" and self.text is None
         if free and not self._constrains_calls:
             return None
+        if self._either and self.text is not None and not self._joins_calls(self.text):
+            reason = f"A constraint by {self.text.kind} leaves no way to call a tool"
+            raise InvalidRequest(f"{reason}; send a `tool_choice` of `none`.", "tool_choice")
         try:
             return _CONSTRAINTS.of(self)
         except RecursionError as error:
             raise InvalidRequest("A JSON schema is nested too deeply.", "tools") from error
+
+    def _joins_calls(self, text: Guided) -> bool:
+        """True if the engine can be held to `text` or calls."""
+        return _is_json(text) or (self._own_calls and self._allows_thinking)
 
     def made_constraint(self) -> Guided | None:
         """The constraint of an answer that is not free, made anew."""
@@ -154,7 +161,7 @@ class OutputForm(Struct, frozen=True, kw_only=True):
             return Guided(kind="json_schema", value=_json(self._calls_or_text()))
         assert self.text is not None
         value = self.text.value
-        if not any(each in value for each in _REWRITTEN):
+        if self.text.kind != "json_schema" or not any(each in value for each in _REWRITTEN):
             return self.text
         return Guided(kind="json_schema", value=_json(embedded(msgspec.json.decode(value))))
 
@@ -273,14 +280,18 @@ class OutputForm(Struct, frozen=True, kw_only=True):
             if len(self.callable) > 1:
                 return frozenset(["array"])
             return frozenset(["string" if self.callable[0].custom else "object"])
-        if self.text is None or self.text.kind != "json_schema":
+        if self.text is None or self.text.kind == "json_object":
             return frozenset(["object"])
+        if not _is_json(self.text):
+            return frozenset(["string"])
         return root_kinds(msgspec.json.decode(self.text.value))
 
     @property
     def _allows_thinking(self) -> bool:
         """True if the constraint lets the model think first: engines embed no Lark grammars."""
-        alone = self.calls == "required" and len(self.callable) == 1
+        if self.calls != "required":
+            return self.tags and (self.text is None or self.text.kind != "grammar")
+        alone = len(self.callable) == 1
         lark = alone and self.callable[0].grammar is not None and not self.callable[0].regex
         return self.tags and not lark
 
@@ -385,8 +396,17 @@ def _node(guided: Guided) -> Node:
             return json_node(Raw(guided.value.encode()))
         case "regex":
             return {"type": "regex", "pattern": guided.value}
+        case "choice":
+            return either(
+                {"type": "const_string", "value": each}
+                for each in msgspec.json.decode(guided.value, type=list[str])
+            )
         case _:
             return json_node(_OBJECT)
+
+
+def _is_json(text: Guided) -> bool:
+    return text.kind in ("json_object", "json_schema")
 
 
 def _tag(node: Node) -> Guided:

@@ -3,13 +3,12 @@
 Sources: the sampling-parameter and native-API pages of docs.sglang.io.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from kvmesh.bus.messages import Guided, Sampling, Work
 from kvmesh.worker.adapters.request_streams import EngineUnavailable, StreamOutput, remaining
-from kvmesh.worker.adapters.vllm_fields import choices
+from kvmesh.worker.adapters.vllm_fields import choice_pattern
 from kvmesh.worker.engine import Rejected
 
 _FINISH = {"stop": "stop", "length": "length"}
@@ -49,7 +48,7 @@ def _constraint(guided: Guided) -> dict[str, str]:
         case "grammar":
             return {"ebnf": guided.value}
         case "choice":
-            return {"regex": "|".join(re.escape(choice) for choice in choices(guided.value))}
+            return {"regex": choice_pattern(guided.value)}
         case kind:
             return {kind: guided.value}
 

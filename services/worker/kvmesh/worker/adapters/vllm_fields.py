@@ -1,6 +1,7 @@
 """Request fields under vLLM's names, for its Python API and its HTTP server."""
 
 import json
+import re
 from typing import Any
 
 from kvmesh.bus.messages import Guided, Sampling
@@ -51,3 +52,8 @@ def choices(value: str) -> list[str]:
     if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
         raise Rejected("choice is not a list of strings")
     return found
+
+
+def choice_pattern(value: str) -> str:
+    """The regular expression of a choice, for engines that have no other form of it."""
+    return "|".join(re.escape(choice) for choice in choices(value))

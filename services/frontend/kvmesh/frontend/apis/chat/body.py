@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Raw, Struct
 
-from kvmesh.bus.messages import Guided, Sampling
+from kvmesh.bus.messages import Sampling
 from kvmesh.frontend.apis.base import as_json, check_length, check_range, missing
 from kvmesh.frontend.apis.body_types import defined_as
 from kvmesh.frontend.apis.cache_ttl import (
@@ -12,6 +12,7 @@ from kvmesh.frontend.apis.cache_ttl import (
     CacheRetention,
     inner_cache_control,
 )
+from kvmesh.frontend.apis.content.constraints import constraint
 from kvmesh.frontend.apis.content.foreign import with_sources
 from kvmesh.frontend.apis.content.parts import Content, answer_blocks, content_blocks
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
@@ -113,18 +114,6 @@ class ChatToolBody(Struct):
 ToolList = list[Annotated[Raw, defined_as(ChatToolBody)]]
 
 
-class JsonSchema(Struct):
-    name: str = ""
-    schema: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(Struct):
-    type: str
-    json_schema: JsonSchema | None = None
-    schema: Any = None  # of other servers, beside `json_object`
-
-
 class NamedFunction(Struct):
     name: str
 
@@ -170,7 +159,6 @@ class ChatBody(SamplingBody, kw_only=True):
     tools: ToolList | None = None
     tool_choice: Literal["auto", "none", "required"] | ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     modalities: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -222,7 +210,7 @@ def to_request(body: ChatBody, request_id: str, turn: TurnBody) -> GenerateReque
         tools=_definitions.tools(body.tools or [], reading.skipped),
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        guided=guided(body.response_format),
+        guided=constraint(body),
         template_args=_arguments(body),
         thinking=_thinking(body),
         thinking_budget=body.thinking_token_budget,
@@ -397,20 +385,3 @@ def allowed_choice(mode: Literal["auto", "required"], tools: list[AllowedTool]) 
             raise missing(f"tool_choice.tools[{index}].name")
         names.append(name)
     return ToolChoice(mode, tuple(names))
-
-
-def guided(form: ResponseFormat | None) -> Guided | None:
-    if form is None:
-        return None
-    if form.schema or (form.json_schema and form.type in ("text", "json_object")):
-        reason = "A schema requires the type `json_schema` and stands in `json_schema.schema`."
-        raise InvalidRequest(f"`response_format`: {reason}", "response_format")
-    if form.type == "text":
-        return None
-    if form.type == "json_object":
-        return Guided(kind="json_object", value="")
-    if form.type == "json_schema":
-        if form.json_schema is None or form.json_schema.schema is None:
-            raise missing("response_format.json_schema.schema")
-        return Guided(kind="json_schema", value=as_json(form.json_schema.schema))
-    raise InvalidRequest(f"Unknown type `{form.type}`.", "response_format.type")

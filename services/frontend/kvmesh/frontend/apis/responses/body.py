@@ -28,6 +28,7 @@ from kvmesh.frontend.apis.chat.body import (
     MAX_TOOLS,
 )
 from kvmesh.frontend.apis.content.compaction import opened_summary
+from kvmesh.frontend.apis.content.constraints import StructuredOutputs, only, structured
 from kvmesh.frontend.apis.content.parts import Content, answer_blocks, content_blocks
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.content.tagged import Foreign, Reading
@@ -147,7 +148,7 @@ class ResponsesBody(Struct, kw_only=True):
     conversation: str | ConversationParam | None = None
     prompt: Any = None
     response_format: Any = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputs | None = None
     stop: Any = None
     nvext: Nvext | None = None
 
@@ -155,7 +156,6 @@ class ResponsesBody(Struct, kw_only=True):
 UNSUPPORTED = UnsupportedFields(
     prompt="instructions",
     response_format="text.format",
-    structured_outputs="text.format",
     stop=None,
 )
 _item = msgspec.json.Decoder(Item)
@@ -180,7 +180,7 @@ def to_request(body: ResponsesBody, request_id: str, turn: TurnBody) -> Generate
         tools=definitions.tools(body.tools or [], reading.skipped),
         tool_choice=tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        guided=_guided(body.text),
+        guided=_guided(body),
         template_args={"reasoning_effort": reasoning.effort} if reasoning.effort else {},
         thinking=False if reasoning.effort == "none" else None,
         stream=bool(body.stream),
@@ -404,8 +404,15 @@ def _texts(content: Content | None, where: str, reading: Reading) -> list[str]:
     return [block.text for block in blocks if isinstance(block, Text)]
 
 
-def _guided(text: TextBody | None) -> Guided | None:
-    form = text.format if text else None
+def _guided(body: ResponsesBody) -> Guided | None:
+    given = structured(body.structured_outputs)
+    if body.text is not None and (form := _formatted(body.text)) is not None:
+        given.insert(0, ("text.format", form))
+    return only(given)
+
+
+def _formatted(text: TextBody) -> Guided | None:
+    form = text.format
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":

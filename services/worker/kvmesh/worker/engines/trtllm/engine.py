@@ -39,6 +39,7 @@ from kvmesh.worker.adapters.request_streams import (
     StreamOutput,
     remaining,
 )
+from kvmesh.worker.adapters.vllm_fields import choice_pattern
 from kvmesh.worker.adapters.weights.linked_folder import LinkedArgument
 from kvmesh.worker.clearing import ENGINE, HOST, ClearOutcome, named_tiers
 from kvmesh.worker.engine import (
@@ -336,8 +337,8 @@ def _guided(guided: Guided) -> Any:
         return GuidedDecodingParams(json_object=True)
     if guided.kind == "structural_tag":
         return GuidedDecodingParams(structural_tag=guided.value)
-    if guided.kind not in names:
-        raise Rejected(f"this engine cannot follow a constraint of kind {guided.kind}")
+    if guided.kind == "choice":
+        return GuidedDecodingParams(regex=choice_pattern(guided.value))
     return GuidedDecodingParams(**{names[guided.kind]: guided.value})
 
 
