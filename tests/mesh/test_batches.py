@@ -6,19 +6,19 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import httpx
 import pytest
 import pytest_asyncio
-from anthropic import AsyncAnthropic
-from anthropic import BadRequestError as AnthropicBadRequest
-from anthropic import NotFoundError as AnthropicNotFound
 from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError
 from openai.types import Batch
 from support.mesh import Mesh, is_healthy
 from support.nats import NatsServer, free_port
 from support.wait import eventually
+
+if TYPE_CHECKING:  # each process of the mesh tests reads this file
+    from anthropic import AsyncAnthropic
 
 MODEL = "kvmesh-demo"
 CHAT: Final = "/v1/chat/completions"
@@ -36,7 +36,9 @@ class Stage(NamedTuple):
     def openai(self, frontend: int = 0, key: str = "n") -> AsyncOpenAI:
         return AsyncOpenAI(base_url=f"{self.urls[frontend]}/v1", api_key=key, max_retries=0)
 
-    def anthropic(self, frontend: int = 0, key: str = "n") -> AsyncAnthropic:
+    def anthropic(self, frontend: int = 0, key: str = "n") -> "AsyncAnthropic":
+        from anthropic import AsyncAnthropic
+
         return AsyncAnthropic(base_url=self.urls[frontend], api_key=key, max_retries=0)
 
 
@@ -329,6 +331,8 @@ async def test_a_tenant_has_so_many_batches(stage: Stage) -> None:
 
 
 async def test_batches_of_messages(stage: Stage) -> None:
+    import anthropic
+
     async with stage.anthropic(0) as one, stage.anthropic(1) as two:
         given: Any = [{"custom_id": f"m-{n}", "params": request(n)} for n in range(5)]
         given.append({"custom_id": "wrong", "params": request(0, model="nobody")})
@@ -356,17 +360,19 @@ async def test_batches_of_messages(stage: Stage) -> None:
         assert [each.id async for each in two.messages.batches.list(limit=1)] == [begun.id]
         deleted = await two.messages.batches.delete(begun.id)
         assert deleted.type == "message_batch_deleted"
-        with pytest.raises(AnthropicNotFound):
+        with pytest.raises(anthropic.NotFoundError):
             await one.messages.batches.retrieve(begun.id)
 
 
 async def test_a_batch_of_messages_is_cancelled(stage: Stage) -> None:
+    import anthropic
+
     async with stage.anthropic(0) as client:
         given: Any = [{"custom_id": "long", "params": request(0, LONG)}]
         begun = await client.messages.batches.create(requests=given)
-        with pytest.raises(AnthropicBadRequest):
+        with pytest.raises(anthropic.BadRequestError):
             await client.messages.batches.delete(begun.id)
-        with pytest.raises(AnthropicBadRequest):
+        with pytest.raises(anthropic.BadRequestError):
             await client.messages.batches.create(requests=given * 2)
         stopped = await client.messages.batches.cancel(begun.id)
         assert stopped.processing_status == "canceling"

@@ -8,7 +8,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import pytest
 import pytest_asyncio
 from support.frontend import MODEL, Client, client_session
@@ -216,6 +215,8 @@ async def test_the_accounts_are_counted_by_class_and_reason(agents: Agents) -> N
 
 
 async def test_anthropic_clients_get_cache_diagnostics(agents: Agents) -> None:
+    import anthropic  # not when each process of the mesh tests reads this file
+
     client = anthropic.AsyncAnthropic(base_url=agents.mesh.url, api_key="ann", max_retries=0)
     messages: list[Any] = [{"role": "user", "content": f"Question {next(NUMBERS)}. " + TEXT}]
 

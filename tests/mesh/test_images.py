@@ -2,18 +2,19 @@
 
 import base64
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import openai
 import pytest
 import pytest_asyncio
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 from support.images import PNG, data_url, image
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.wait import eventually
+
+if TYPE_CHECKING:  # each process of the mesh tests reads this file
+    from anthropic import AsyncAnthropic
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MODEL, BLIND = "kvmesh-demo", "blind"
@@ -50,7 +51,9 @@ async def client(mesh: Mesh) -> AsyncIterator[AsyncOpenAI]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def claude(mesh: Mesh, client: AsyncOpenAI) -> AsyncIterator[AsyncAnthropic]:
+async def claude(mesh: Mesh, client: AsyncOpenAI) -> AsyncIterator["AsyncAnthropic"]:
+    from anthropic import AsyncAnthropic
+
     async with AsyncAnthropic(base_url=mesh.url, api_key="x", max_retries=0) as anthropic_client:
         yield anthropic_client
 
@@ -103,7 +106,7 @@ async def test_the_format_is_that_of_the_content(client: AsyncOpenAI, form: str)
         assert answer.usage.prompt_tokens == plain.usage.prompt_tokens + TOKENS
 
 
-async def test_all_apis_make_the_same_prompt(client: AsyncOpenAI, claude: AsyncAnthropic) -> None:
+async def test_all_apis_make_the_same_prompt(client: AsyncOpenAI, claude: "AsyncAnthropic") -> None:
     file = image("olive")
     before = text("Of all the APIs. " + LONG)
     counts = [(await chat(client, before, part(file))).usage.prompt_tokens]
@@ -132,7 +135,7 @@ async def test_all_apis_make_the_same_prompt(client: AsyncOpenAI, claude: AsyncA
     assert len(set(counts)) == 1
 
 
-async def test_results_of_tools_show_images(client: AsyncOpenAI, claude: AsyncAnthropic) -> None:
+async def test_results_of_tools_show_images(client: AsyncOpenAI, claude: "AsyncAnthropic") -> None:
     file = image("purple")
     tool: Any = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
 
@@ -181,8 +184,10 @@ async def test_results_of_tools_show_images(client: AsyncOpenAI, claude: AsyncAn
     ],
 )
 async def test_a_file_that_cannot_be_read_is_refused_once(
-    client: AsyncOpenAI, claude: AsyncAnthropic, file: bytes, words: str
+    client: AsyncOpenAI, claude: "AsyncAnthropic", file: bytes, words: str
 ) -> None:
+    import anthropic
+
     with pytest.raises(openai.BadRequestError, match=words) as refused:
         await chat(client, text("Hi"), part(file))
     assert refused.value.code == "invalid_image"

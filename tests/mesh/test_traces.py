@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from support.collector import Collector, ReceivedSpan
-from support.mesh import Mesh, scrape
+from support.mesh import Mesh, scrape, stream_env
 from support.nats import NatsServer, free_port
 from support.wait import PATIENCE_S, eventually
 
@@ -44,9 +44,11 @@ async def collector() -> AsyncIterator[Collector]:
 
 @pytest_asyncio.fixture
 async def mesh(
-    nats_server: NatsServer, tmp_path: Path, collector: Collector
+    nats_server: NatsServer, tmp_path: Path, collector: Collector, limits: StreamLimits
 ) -> AsyncIterator[Mesh]:
-    mesh = Mesh(nats_server.url, tmp_path, env={"KVMESH_MOCK_SPEEDUP": "5", **collector.env})
+    # the server has no room for the default limits of a mesh for each test
+    env = {"KVMESH_MOCK_SPEEDUP": "5", **stream_env(limits), **collector.env}
+    mesh = Mesh(nats_server.url, tmp_path, env)
     yield mesh
     await asyncio.to_thread(mesh.stop)  # processes send their last spans to the collector
 

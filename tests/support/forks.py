@@ -24,6 +24,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, NamedTuple
 
+from kvmesh.settings.load import variables
+
 PROGRAM = "kvmesh.cli.main"
 # What services and the commands of most tests import; none of them starts a thread.
 IMPORTED = (
@@ -190,6 +192,7 @@ def _serve(requests: socket.socket) -> _Order:
 def _main() -> None:
     for module in IMPORTED:
         import_module(module)
+    variables()
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -200,7 +203,22 @@ def _main() -> None:
     os.chdir(order.cwd)
     sys.path[0] = order.cwd
     sys.argv = [PROGRAM, *order.arguments]
-    runpy.run_module(PROGRAM, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(PROGRAM, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            _end(end.code or 0)
+        raise
+
+
+def _end(status: int) -> None:
+    """Exit as the interpreter does, without freeing each imported module."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    gc.collect()
+    for output in (sys.stdout, sys.stderr):
+        output.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

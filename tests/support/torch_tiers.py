@@ -3,6 +3,7 @@
 from array import array
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvmesh.blocks.attachment import ArenaUser, WorkerIdentity
 from kvmesh.blocks.kvbm_client import KvbmClient
@@ -12,10 +13,11 @@ from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import TorchSettings, WorkerSettings
 from kvmesh.worker.engine import EngineContext, EngineError, OutputDelta
-from kvmesh.worker.engines.torch.blocks.lower_tiers import LowerTiers
-from kvmesh.worker.engines.torch.engine import TorchEngine
 from support.tiny import tiny_model
 from support.wait import eventually
+
+if TYPE_CHECKING:  # transformers, which every process of the mesh tests would import
+    from kvmesh.worker.engines.torch.blocks.lower_tiers import LowerTiers
 
 SALT = 5
 BLOCK = 16
@@ -71,6 +73,8 @@ class Host:
         node: str = "here",
         queue: int = 4096,
     ) -> None:
+        from kvmesh.worker.engines.torch.engine import TorchEngine
+
         def connect(layout: KvLayout, user: ArenaUser) -> KvbmClient:
             tenant = WorkerIdentity(node=node, instance=name, model="tiny", layout=layout)
             self.client = KvbmClient(bus, limits, tenant, user)
@@ -95,7 +99,7 @@ class Host:
         )
 
     @property
-    def lower_tiers(self) -> LowerTiers:
+    def lower_tiers(self) -> "LowerTiers":
         assert self.engine._lower_tiers is not None
         return self.engine._lower_tiers
 

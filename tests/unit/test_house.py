@@ -4,6 +4,7 @@ import ast
 import re
 import tomllib
 from collections import Counter, defaultdict
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -17,10 +18,15 @@ def modules(*folders: str) -> list[Path]:
     return sorted(path.relative_to(ROOT) for path in found)
 
 
+@cache
+def tree(module: Path) -> ast.Module:
+    return ast.parse((ROOT / module).read_text())
+
+
 def test_public_classes_have_unique_names() -> None:
     defined: defaultdict[str, list[str]] = defaultdict(list)
     for module in modules():
-        for node in ast.parse((ROOT / module).read_text()).body:
+        for node in tree(module).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 defined[node.name].append(str(module))
     assert {name: paths for name, paths in defined.items() if len(paths) > 1} == {}
@@ -31,7 +37,7 @@ def test_no_docstring_begins_with_an_interrogative() -> None:
     found = [
         (str(module), text)
         for module in modules(*SOURCES, "tests", "benchmarks")
-        for node in ast.walk(ast.parse((ROOT / module).read_text()))
+        for node in ast.walk(tree(module))
         if isinstance(node, documented) and (text := ast.get_docstring(node))
     ]
     assert [each for each in found if each[1].split(maxsplit=1)[0] in INTERROGATIVES] == []
@@ -56,7 +62,7 @@ def test_a_word_has_one_meaning() -> None:
     astray = []
     for module in modules():
         owner = module.parts[1 if module.parts[0] == "services" else 2]
-        classes = ast.parse((ROOT / module).read_text()).body
+        classes = tree(module).body
         names = [*module.with_suffix("").parts[3:]]
         names += [node.name for node in classes if isinstance(node, ast.ClassDef)]
         for name in names:
