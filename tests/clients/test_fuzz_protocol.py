@@ -77,6 +77,20 @@ async def test_endless_headers_are_cut(strict: Mesh, sent_before: bytes) -> None
     await check_healthy(strict)
 
 
+@paths
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_of_http_1_0_sees_the_end(strict: Mesh, path: str, stream: bool) -> None:
+    """An answer without a length ends with its connection, even one to be kept alive."""
+    request = post_request(path, short_body(path, 2, stream), "Connection: keep-alive")
+    following = b"GET /live HTTP/1.0\r\nHost: localhost\r\n\r\n"
+    with raw_connection(strict) as connection:
+        connection.sendall(request.replace(b"HTTP/1.1", b"HTTP/1.0") + following)
+        answer = await closed_by_server(connection)
+    assert answer.startswith(b"HTTP/1.0 200")
+    assert (b"Content-Length" in answer.partition(b"\r\n\r\n")[0]) is not stream
+    assert (b'"live"' in answer) is not stream
+
+
 async def test_trickling_headers_are_cut(strict: Mesh) -> None:
     """Arriving bytes do not extend the time limit of the headers."""
     with raw_connection(strict) as connection:

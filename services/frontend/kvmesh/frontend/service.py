@@ -7,7 +7,7 @@ import sys
 import time
 from functools import partial
 
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion11, hdrs, web
 from msgspec.structs import replace
 from prometheus_client import REGISTRY
 
@@ -286,8 +286,10 @@ class FrontendService:
         if lease.card.labels != self.labels:
             await lease.update(replace(lease.card, labels=self.labels))
 
-    async def _end_connection(self, _: web.Request, response: web.StreamResponse) -> None:
+    async def _end_connection(self, http: web.Request, response: web.StreamResponse) -> None:
         """Have clients send nothing more on a connection that is about to close."""
+        if http.version < HttpVersion11 and response.content_length is None:
+            response.force_close()  # nothing else marks the end; aiohttp goes by the request alone
         if self._service.stopping.is_set() and response.status != SWITCHING:
             response.force_close()
             response.headers[hdrs.CONNECTION] = "close"  # the headers are made already

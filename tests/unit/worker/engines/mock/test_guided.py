@@ -60,6 +60,31 @@ SCHEMAS: list[Any] = [
     {"type": "integer", "maximum": -5},
     {"type": "object", "minProperties": 3, "additionalProperties": {"type": "integer"}},
     {"properties": {"a~b": {"const": None}}, "required": ["a~b", "c"]},
+    {"type": "object", "propertyNames": {"pattern": "^a[0-9]{3}$"}, "minProperties": 2},
+    {"propertyNames": {"enum": ["x", "y"]}, "minProperties": 1, "additionalProperties": ADDRESS},
+    {"patternProperties": {"^x[a-z]{4}$": {"type": "null"}}, "minProperties": 2, "type": "object"},
+    {
+        "type": "object",
+        "patternProperties": {"^n[0-9]+$": {"type": "integer"}},
+        "additionalProperties": False,
+        "minProperties": 1,
+    },
+    {
+        "type": "object",
+        "properties": {n: {} for n in "abcd"},
+        "maxProperties": 2,
+        "required": ["d"],
+    },
+    {
+        "type": "object",
+        "properties": {"a": {"type": "null"}, "b": {"type": "integer"}},
+        "dependentRequired": {"a": ["b", "c"], "c": ["d"]},
+    },
+    {"type": "array", "contains": {"const": 7}, "items": {"type": "integer"}},
+    {"contains": {"type": "null"}, "minContains": 2, "maxItems": 3},
+    {"type": "string", "pattern": "^[a-z]{1,9}$", "minLength": 4, "maxLength": 6},
+    {"type": "object", "properties": {"never": {"not": {}}, "a": {"type": "null"}}},
+    {"anyOf": [{"not": {"type": "string"}}, {"type": "integer"}]},
 ]
 
 
@@ -80,6 +105,11 @@ def test_generated_text_is_valid(schema: Any, seed: int) -> None:
         ({"$ref": "#"}, "without end"),
         ({"required": ["a"], "properties": {"a": {"$ref": "#"}}}, "without end"),
         ({"type": "mystery"}, "no type"),
+        ({"not": {"type": "string"}}, "`not`"),
+        ({"if": {"type": "string"}, "then": {"minLength": 99}}, "`then`"),
+        ({"dependentSchemas": {"a": {"required": ["b"]}}}, "`dependentSchemas`"),
+        ({"type": "string", "pattern": "^a$", "minLength": 2}, "no text"),
+        ({"required": ["a"], "properties": {"a": {"not": {}}}}, "`not`"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "no number"),
         ({"type": "array", "minItems": 10**9}, "more than"),
         ({"type": "string", "minLength": 10**9}, "characters"),

@@ -13,11 +13,14 @@ MAX_DEPTH = 32
 MAX_VALUES = 2000  # each value blocks the event loop of the engine for 20 µs
 MAX_CHARACTERS = 1 << 16
 MAX_STEPS = 1 << 18
+TRIES = 20  # of a random text that must also have a certain length
+UNFOLLOWED = ("not", "then", "else", "dependentSchemas", "$dynamicRef")
 _VOCABULARY = """
 block cache engine prefix router token worker branch commit file path test value result error index
 layer module output query stream table thread window answer plan report
 """
 _WORDS = _VOCABULARY.split()
+_OBJECT_KEYS = ("properties", "required", "patternProperties", "propertyNames", "minProperties")
 _FORMATS = {
     "date-time": "2026-01-31T12:00:00Z",
     "date": "2026-01-31",
@@ -64,6 +67,9 @@ class SchemaWriter:
         if self._values > MAX_VALUES:
             raise SchemaTooLarge(f"the schema asks for more than {MAX_VALUES} values")
         schema = self._resolve(schema, depth)
+        for key in UNFOLLOWED:
+            if key in schema:
+                raise SchemaError(f"`{key}` is not supported")
         if "const" in schema:
             return self._literal(schema["const"])
         if "enum" in schema:
@@ -152,25 +158,52 @@ class SchemaWriter:
         raise SchemaError(f"there is no type {kind!r}")
 
     def _object(self, schema: Schema, depth: int) -> dict[str, Any]:
-        properties, required = schema.get("properties", {}), schema.get("required", [])
+        properties, required = schema.get("properties", {}), _required(schema)
         needed = set(required)
-        wanted = [n for n in properties if n in needed or self._optional(depth)]
-        made = {name: self._value(properties[name], depth + 1) for name in wanted}
+        optional = schema.get("maxProperties", math.inf) - len(needed)
+        made: dict[str, Any] = {}
+        for name, kind in properties.items():
+            if name in needed:
+                made[name] = self._value(kind, depth + 1)
+            elif self._optional(depth) and optional > 0:
+                optional -= self._add_optional(made, name, kind, depth)
         other = schema.get("additionalProperties", True)
         for name in required:
             if name not in made:
                 made[name] = self._value(other, depth + 1)
         extra = 0
         while len(made) < schema.get("minProperties", 0):
-            made[f"key{extra}"] = self._value(other, depth + 1)
+            name, kind = self._further(schema, extra, depth)
+            made[name] = self._value(kind, depth + 1)
             extra += 1
         return made
+
+    def _add_optional(self, made: dict[str, Any], name: str, kind: object, depth: int) -> bool:
+        """Add a property unless its schema has no value."""
+        try:
+            made[name] = self._value(kind, depth + 1)
+        except SchemaTooLarge:
+            raise
+        except SchemaError:
+            return False
+        return True
+
+    def _further(self, schema: Schema, number: int, depth: int) -> tuple[str, object]:
+        """A name, perhaps in use, for a property that the schema does not name, and its schema."""
+        for pattern, kind in schema.get("patternProperties", {}).items():
+            return matching_string(pattern, self._rng, self._steps), kind
+        kind = schema.get("additionalProperties", True)
+        if "propertyNames" in schema:
+            names = {"allOf": [schema["propertyNames"], {"type": "string"}]}
+            return str(self._value(names, depth + 1)), kind
+        return f"key{number}", kind
 
     def _optional(self, depth: int) -> bool:
         return depth < SIMPLE_DEPTH and self._rng.random() < 0.7
 
     def _array(self, schema: Schema, depth: int) -> list[Any]:
-        low = schema.get("minItems", 0)
+        contained = schema.get("minContains", 1) if "contains" in schema else 0
+        low = max(schema.get("minItems", 0), contained)
         high = max(low, min(schema.get("maxItems", low + 3), low + 3))
         first = schema.get("prefixItems", [])
         if schema.get("items") is False:
@@ -181,6 +214,8 @@ class SchemaWriter:
             if len(made) == count:
                 break
             kind = first[len(made)] if len(made) < len(first) else schema.get("items", True)
+            if len(made) < contained:
+                kind = {"allOf": [kind, schema["contains"]]}
             item = self._value(kind, depth + 1)
             if not schema.get("uniqueItems") or self._is_new(item, made):
                 made.append(item)
@@ -193,11 +228,15 @@ class SchemaWriter:
         return item not in made
 
     def _string(self, schema: Schema) -> str:
+        low, high = schema.get("minLength", 0), schema.get("maxLength", math.inf)
         if "pattern" in schema:
-            return matching_string(schema["pattern"], self._rng, self._steps)
+            for _ in range(TRIES):
+                text = matching_string(schema["pattern"], self._rng, self._steps)
+                if low <= len(text) <= high:
+                    return text
+            raise SchemaError(f"no text of {low} to {high} characters found for the pattern")
         if schema.get("format") in _FORMATS:
             return _FORMATS[schema["format"]]
-        low, high = schema.get("minLength", 0), schema.get("maxLength", math.inf)
         if low > MAX_CHARACTERS:
             raise SchemaTooLarge(f"a string of {low} characters")
         self._steps.spend(low)
@@ -250,10 +289,25 @@ def merge(first: Schema, second: Schema) -> Schema:
     return merged
 
 
+def _required(schema: Schema) -> list[str]:
+    """The names in `required`, and those that come with them."""
+    found, dependent = list(schema.get("required", [])), schema.get("dependentRequired", {})
+    if not dependent:
+        return found
+    # optional ones that demand others are required, too, so that the order plays no part
+    found += [name for name in schema.get("properties", {}) if name in dependent]
+    seen = set(found)
+    for name in found:
+        others = [other for other in dependent.get(name, []) if other not in seen]
+        found += others
+        seen.update(others)
+    return list(dict.fromkeys(found))
+
+
 def _implied_type(schema: Schema) -> str:
-    if "properties" in schema or "required" in schema:
+    if any(key in schema for key in _OBJECT_KEYS):
         return "object"
-    if "items" in schema or "prefixItems" in schema:
+    if any(key in schema for key in ("items", "prefixItems", "contains")):
         return "array"
     if any(key in schema for key in ("minimum", "maximum", "multipleOf")):
         return "number"
