@@ -29,7 +29,7 @@ COMMANDS = (
     "usage --by tenant,key,model,session",
     "plan learned",
     "plan learned returns",
-    "streams list",
+    "config streams list",
     "doctor",
     "plan",
     "plan profiles",

@@ -140,7 +140,7 @@ def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> 
     nouns = [command.name for command in COMMANDS if command.is_noun]
     assert all(f"  {name} " in shown for name in nouns)
     assert all(f"\n{group}:\n" in shown for group in GROUPS)
-    assert len(nouns) <= 27
+    assert len(nouns) <= 26
 
 
 @pytest.mark.parametrize("name", MOVED)

@@ -24,6 +24,7 @@ MOVED = {
     "restore": "backup restore",
     "metrics": "config metrics",
     "completion": "config completion",
+    "streams": "config streams",
     "roll": "fleet roll",
     "adapter": "model adapter",
     "parser": "model parser",

@@ -199,7 +199,7 @@ GROUPS = {
             "kvmesh.cli.commands.operate.completion",
         ),
         Command(
-            "streams",
+            "config streams",
             "show or change the limits of the streams",
             "kvmesh.cli.commands.operate.streams",
             sections=SERVICE,
