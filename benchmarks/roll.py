@@ -1,4 +1,4 @@
-"""First tokens of clients before, and while `kvmesh roll` replaces the workers under them.
+"""First tokens of clients before, and while `kvmesh fleet roll` replaces the workers under them.
 
     .venv/bin/python benchmarks/roll.py [--workers 8] [--clients 16] [--service worker]
 
@@ -91,7 +91,7 @@ async def measure(workers: int, clients: int, service: str, folder: Path) -> Non
         before = load.take()
         began = time.monotonic()
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvmesh.cli.main", "roll", service, "--watch", "3"),
+            *(sys.executable, "-m", "kvmesh.cli.main", "fleet", "roll", service, "--watch", "3"),
             *("--nats", up.nats_url, "--nats-token-file", str(up.token_file)),
         )
         status = await process.wait()

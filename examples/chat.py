@@ -8,7 +8,7 @@ from openai.types.chat import ChatCompletionMessageParam
 client = OpenAI(
     base_url=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"),
     api_key=os.environ.get("OPENAI_API_KEY", "none"),  # a mesh of `kvmesh up` needs no key
-    # The session's name: the mesh keeps what its next turn needs, and `kvmesh trace` shows it.
+    # The session's name: the mesh keeps what its next turn needs, `kvmesh explain trace` shows it.
     default_headers={"x-kvmesh-session-id": "example"},
 )
 model = client.models.list().data[0].id

@@ -94,7 +94,7 @@ async def test_the_named_command_shows_the_same_figures(
     await page.get_by_label("Blocks per worker").fill("64")
     await compare(page)
     await expect(page.get_by_role("region", name="comparison")).to_be_visible(timeout=LONG_MS)
-    _, command = await page.get_by_text("kvmesh whatif --").all_inner_texts()
+    _, command = await page.get_by_text("kvmesh simulate live --").all_inner_texts()
     file = tmp_path / "figures.json"
     words = [*command.split()[1:], "--json", str(file)]
     words += ["--nats-token-file", str(served.token_file)]

@@ -37,7 +37,17 @@ ARGUMENTS = (
 async def roll(up: Up, service: str) -> str:
     """Roll a service; returns the output of a roll that has failed, or empty."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvmesh.cli.main", "roll", service, "--watch", "2", "--afresh"),
+        *(
+            sys.executable,
+            "-m",
+            "kvmesh.cli.main",
+            "fleet",
+            "roll",
+            service,
+            "--watch",
+            "2",
+            "--afresh",
+        ),
         *("--tolerance", "1000", "--nats", up.nats_url, "--nats-token-file", str(up.token_file)),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

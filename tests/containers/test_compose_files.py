@@ -112,7 +112,7 @@ def test_three_servers_keep_the_mesh_while_one_is_away(mesh: ComposeMesh) -> Non
     mesh.files.append("cluster.yaml")
     mesh.up(worker=2)
     assert "Violation" not in mesh.logs()
-    listed = mesh.kvmesh("streams", "list")
+    listed = mesh.kvmesh("config", "streams", "list")
     assert "kvm-kvmesh-kv" in listed
     assert "num_replicas" not in listed, "a stream with fewer copies would be named"
     for server in ("nats", "nats-2", "nats-3"):

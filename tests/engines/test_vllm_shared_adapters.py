@@ -81,7 +81,7 @@ async def test_the_second_worker_answers_with_the_adapter_of_the_first(
         shutil.rmtree(mesh.folder / "poet")
         one, two = (cards.card(name).instance for name in ("worker-0", "worker-1"))
 
-        done = await mesh.command("adapter", "load", "poet", "--worker", "worker-1")
+        done = await mesh.command("model", "adapter", "load", "poet", "--worker", "worker-1")
         assert done.returncode == 0, done
         plain = await asyncio.to_thread(answer, mesh, "tiny", one)
         first = await asyncio.to_thread(answer, mesh, "poet", one)
@@ -91,12 +91,21 @@ async def test_the_second_worker_answers_with_the_adapter_of_the_first(
         # a request for the second worker has the router load what the first one offers
         critic = lora.make_adapter(tmp_path / "critic", seed=3)
         done = await mesh.command(
-            *("adapter", "load", "critic", str(critic), "--worker", "worker-0", "--evictable")
+            *(
+                "model",
+                "adapter",
+                "load",
+                "critic",
+                str(critic),
+                "--worker",
+                "worker-0",
+                "--evictable",
+            )
         )
         assert done.returncode == 0, done
         await eventually(lambda: "critic" in cards.offered("worker-0"))
         expected = await asyncio.to_thread(answer, mesh, "critic", one)
         assert await asyncio.to_thread(answer, mesh, "critic", two) == expected != first
         await eventually(lambda: cards.loaded("worker-1") == {"poet", "critic"})
-        listed = (await mesh.command("adapter", "list")).stdout
+        listed = (await mesh.command("model", "adapter", "list")).stdout
         assert "files on worker-0, worker-1" in listed

@@ -78,7 +78,7 @@ async def test_a_slow_server_gets_less_and_learned_says_so(mesh: Mesh, server: V
                 break
         else:
             raise AssertionError((latest, await speeds(mesh), mesh.logs()))
-    learned = json.loads((await mesh.command("learned", "--json")).stdout)
+    learned = json.loads((await mesh.command("plan", "learned", "--json")).stdout)
     found = [one for one in learned if one["learner"] == "speeds"]
     assert [(one["model"], one["fallback"]) for one in found] == [("tiny", "equal speeds")]
     assert found[0]["observations"] > 0

@@ -201,5 +201,7 @@ async def test_the_streams_of_a_mesh_are_found_among_hundreds(server: NatsServer
         names = {info.config.name for info in await mesh_streams(bus)}
         assert {bus.subjects.kv_stream, f"KV_{bus.subjects.plan_bucket}"} <= names
     flags = ("--nats", server.url, "--streams-kv-bytes", str(4 << 20))
-    done = await asyncio.to_thread(forks.run, ("streams", "apply", *flags), os.environ, PATIENCE_S)
+    done = await asyncio.to_thread(
+        forks.run, ("config", "streams", "apply", *flags), os.environ, PATIENCE_S
+    )
     assert f"max_bytes {2 << 20} → {4 << 20}" in done.stdout

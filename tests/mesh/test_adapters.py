@@ -1,4 +1,4 @@
-"""LoRA adapters at run time: `kvmesh adapter` beside real processes, and one worker's commands."""
+"""LoRA adapters at run time: `kvmesh model adapter` beside real processes, a worker's commands."""
 
 import asyncio
 import json
@@ -55,11 +55,11 @@ def cached(mesh: Mesh, model: str, text: str) -> int:
 async def test_an_adapter_is_loaded_changed_and_unloaded(mesh: Mesh, tmp_path: Path) -> None:
     await mesh.ready()
     await eventually(lambda: models(mesh) == [MODEL])
-    assert (await mesh.command("adapter", "list")).stdout == "no adapters\n"
+    assert (await mesh.command("model", "adapter", "list")).stdout == "no adapters\n"
     folder = write_adapter(tmp_path / "poet", content=1)
     workers = ("--worker", "worker-0"), ("--worker", "worker-1")
     for worker in workers:
-        done = await mesh.command("adapter", "load", "poet", str(folder), *worker)
+        done = await mesh.command("model", "adapter", "load", "poet", str(folder), *worker)
         assert (done.returncode, done.stderr) == (0, ""), done
         assert done.stdout.startswith(f"{worker[1]}: loaded poet@")
     await eventually(lambda: models(mesh) == [MODEL, "poet"], what="the frontend lists it")
@@ -69,10 +69,12 @@ async def test_an_adapter_is_loaded_changed_and_unloaded(mesh: Mesh, tmp_path: P
 
     write_adapter(folder, content=2)
     for worker in workers:
-        assert (await mesh.command("adapter", "load", "poet", str(folder), *worker)).returncode == 0
+        assert (
+            await mesh.command("model", "adapter", "load", "poet", str(folder), *worker)
+        ).returncode == 0
 
     async def served() -> list[str]:
-        lines = (await mesh.command("adapter", "list")).stdout.splitlines()
+        lines = (await mesh.command("model", "adapter", "list")).stdout.splitlines()
         return [line for line in lines if "serves on worker-0, worker-1" in line]
 
     (line,) = await eventually(served, what="both have the new one")
@@ -80,7 +82,7 @@ async def test_an_adapter_is_loaded_changed_and_unloaded(mesh: Mesh, tmp_path: P
     await eventually(lambda: cached(mesh, "poet", "ein zwei ") > 0, what="new blocks")
     assert cached(mesh, "poet", "one two ") == 0, "the new content shares no block with the old"
 
-    done = await mesh.command("adapter", "unload", "poet")
+    done = await mesh.command("model", "adapter", "unload", "poet")
     assert done.returncode == 1
     assert sorted(done.stdout.splitlines())[0].startswith("worker-0: unloaded poet@")
     assert done.stderr == "plain: unsupported: worker.max_adapters of this worker is 0\n"
@@ -96,15 +98,17 @@ async def test_requests_of_an_adapter_go_to_workers_that_have_it(
 ) -> None:
     await mesh.ready()
     folder = write_adapter(tmp_path / "critic")
-    done = await mesh.command("adapter", "load", "critic", str(folder), "--worker", "worker-1")
+    done = await mesh.command(
+        "model", "adapter", "load", "critic", str(folder), "--worker", "worker-1"
+    )
     assert done.returncode == 0, done
     await eventually(lambda: "critic" in models(mesh))
     for index in range(8):
         cached(mesh, "critic", f"prompt {index} ")
-    listed = (await mesh.command("adapter", "list")).stdout
+    listed = (await mesh.command("model", "adapter", "list")).stdout
     assert "critic@" in listed
     assert listed.endswith("serves on worker-1\n")
-    unloaded = await mesh.command("adapter", "unload", "critic", "--worker", "worker-1")
+    unloaded = await mesh.command("model", "adapter", "unload", "critic", "--worker", "worker-1")
     assert unloaded.returncode == 0
 
 
@@ -129,7 +133,7 @@ async def test_what_cannot_be_done_is_refused_with_the_reason(
     mesh: Mesh, arguments: tuple[str, ...], status: int, reason: str
 ) -> None:
     await mesh.ready()
-    done = await mesh.command("adapter", *arguments)
+    done = await mesh.command("model", "adapter", *arguments)
     assert done.returncode == status, done
     assert reason in done.stderr
 

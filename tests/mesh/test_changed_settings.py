@@ -95,8 +95,8 @@ async def test_a_process_that_cannot_apply_a_change_is_named(mesh: Mesh) -> None
 
 async def test_what_needs_a_restart_or_is_wrong_is_refused(mesh: Mesh) -> None:
     for arguments, words in (
-        (("set", "frontend.port=1"), "kvmesh roll frontend"),
-        (("set", "router.policy=kv"), "kvmesh roll router"),
+        (("set", "frontend.port=1"), "kvmesh fleet roll frontend"),
+        (("set", "router.policy=kv"), "kvmesh fleet roll router"),
         (("set", "router.queue_order=lifo"), "must be one of fcfs, wspt, lcfs"),
         (("set", "router.queue_limt=1"), "did you mean router.queue_limit"),
         (("set", "router.queue_limit"), "NAME=VALUE"),

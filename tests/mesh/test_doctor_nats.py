@@ -25,7 +25,7 @@ from kvmesh.bus.streams.configuration import (
     ensure_streams,
     mesh_streams,
 )
-from kvmesh.cli.commands import doctor
+from kvmesh.cli.commands.look import doctor
 from kvmesh.cli.doctor import gathering
 from kvmesh.cli.doctor.checks import diagnose
 from kvmesh.cli.doctor.gathering import gather_facts

@@ -23,7 +23,7 @@ from kvmesh.bus import messages as m
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.bus.subjects import Subjects
-from kvmesh.cli.main import run
+from kvmesh.cli.main import find_command, run
 
 pytestmark = pytest.mark.timeout(30)
 NAMESPACE = "operators"
@@ -162,7 +162,9 @@ class Operator:
         ended, out, err = self(*arguments)
         assert (ended, out) == (status, ""), err
         (line,) = err.splitlines()
-        assert line.startswith(f"kvmesh {arguments[0]}: ")
+        found, _ = find_command(arguments)
+        assert found is not None
+        assert line.startswith(f"kvmesh {found.name}: ")
         return line.partition(": ")[2]
 
 
@@ -507,17 +509,21 @@ def test_streams_are_listed_with_what_the_settings_would_change(operator: Operat
         *("--streams-seq-bytes", str(8 << 20)),
         *("--streams-kv-age-s", "3600"),
     )
-    lines = operator.lines("streams", "list", *same)
+    lines = operator.lines("config", "streams", "list", *same)
     for kind in ("kv", "route", "seq"):
         (line,) = [line for line in lines if f"kvm-{NAMESPACE}-{kind} " in line]
         assert "8.0 MiB" in line
     assert not [line for line in lines if "apply` changes it" in line]
-    lines = operator.lines("streams", "list", *same, "--streams-seq-bytes", str(16 << 20))
+    lines = operator.lines("config", "streams", "list", *same, "--streams-seq-bytes", str(16 << 20))
     (line,) = [line for line in lines if "apply` changes it" in line]
     assert f"kvm-{NAMESPACE}-seq has max_bytes {8 << 20}" in line
-    changed = operator.lines("streams", "apply", *same, "--streams-seq-bytes", str(16 << 20))
+    changed = operator.lines(
+        "config", "streams", "apply", *same, "--streams-seq-bytes", str(16 << 20)
+    )
     assert changed == [f"kvm-{NAMESPACE}-seq: max_bytes {8 << 20} → {16 << 20}"]
-    assert operator.lines("streams", "apply", *same)[0].endswith(f"{16 << 20} → {8 << 20}")
+    assert operator.lines("config", "streams", "apply", *same)[0].endswith(
+        f"{16 << 20} → {8 << 20}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -532,7 +538,7 @@ def test_streams_are_listed_with_what_the_settings_would_change(operator: Operat
 def test_a_bad_command_about_streams_is_a_usage_error(
     operator: Operator, flags: tuple[str, ...], reason: str
 ) -> None:
-    assert operator.refused("streams", *flags, status=2).startswith(reason)
+    assert operator.refused("config", "streams", *flags, status=2).startswith(reason)
 
 
 COMMANDS = [
@@ -541,8 +547,8 @@ COMMANDS = [
     ("status", "--json"),
     ("explain", "chat-1"),
     ("model", "busy", MODEL),
-    ("streams", "list"),
-    ("streams", "apply"),
+    ("config", "streams", "list"),
+    ("config", "streams", "apply"),
 ]
 
 
@@ -556,7 +562,9 @@ def test_an_absent_mesh_is_one_line(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # without meshes of other tests
     status, out, err = operator(*command, namespace="elsewhere")
     assert (status, out) == (1, "")
-    assert err == f"kvmesh {command[0]}: no mesh named elsewhere at {operator.url}\n"
+    found, _ = find_command(command)
+    assert found is not None
+    assert err == f"kvmesh {found.name}: no mesh named elsewhere at {operator.url}\n"
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, ("keys", "list")], ids=" ".join)

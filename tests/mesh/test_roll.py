@@ -1,4 +1,4 @@
-"""`kvmesh roll` replaces the processes of a running `kvmesh up` under load."""
+"""`kvmesh fleet roll` replaces the processes of a running `kvmesh up` under load."""
 
 import asyncio
 import os
@@ -46,7 +46,7 @@ async def traffic(up: Up) -> AsyncIterator[Traffic]:
 
 async def roll(up: Up, *arguments: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvmesh.cli.main", "roll", *arguments),
+        *(sys.executable, "-m", "kvmesh.cli.main", "fleet", "roll", *arguments),
         *("--nats", up.nats_url, "--nats-token-file", str(up.token_file)),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

@@ -219,10 +219,10 @@ async def test_an_operator_alone_asks_what_routers_have_learned(
     seen = await shown("observer")
     assert "then waits for" in seen
     assert "in 1 min" in seen  # decisions carry what was expected of a turn
-    learned = await asyncio.to_thread(run, server, "operator", "learned", "returns")
+    learned = await asyncio.to_thread(run, server, "operator", "plan", "learned", "returns")
     assert (learned.returncode, learned.stderr) == (0, "")
     assert "anything" in learned.stdout
-    refused = await asyncio.to_thread(run, server, "observer", "learned", "returns")
+    refused = await asyncio.to_thread(run, server, "observer", "plan", "learned", "returns")
     assert (refused.returncode, "does not permit" in refused.stderr) == (1, True)
 
 

@@ -61,7 +61,7 @@ async def test_workers_without_the_folder_take_an_adapter_from_one_that_has_it(
 ) -> None:
     await mesh.ready()
     folder = write_adapter(tmp_path / "poet")
-    done = await mesh.command("adapter", "load", "poet", str(folder), "--from", "worker-0")
+    done = await mesh.command("model", "adapter", "load", "poet", str(folder), "--from", "worker-0")
     assert (done.returncode, done.stderr) == (0, ""), done
     lines = done.stdout.splitlines()
     assert [line.partition("@")[0] for line in lines] == [
@@ -75,23 +75,25 @@ async def test_workers_without_the_folder_take_an_adapter_from_one_that_has_it(
             await eventually(offers, what=f"{name} offers it")
             assert cards.loaded(name) == {"poet"}
     await eventually(lambda: "poet" in models(mesh))
-    listed = (await mesh.command("adapter", "list")).stdout
+    listed = (await mesh.command("model", "adapter", "list")).stdout
     assert " serves on worker-0, worker-1; files on worker-0, worker-1 (" in listed
 
-    done = await mesh.command("adapter", "unload", "poet", "--worker", "worker-1")
+    done = await mesh.command("model", "adapter", "unload", "poet", "--worker", "worker-1")
     assert done.returncode == 0, done
-    again = await mesh.command("adapter", "load", "poet", "--worker", "worker-1")
+    again = await mesh.command("model", "adapter", "load", "poet", "--worker", "worker-1")
     assert again.stdout.startswith("worker-1: loaded poet@"), again
-    assert (await mesh.command("adapter", "unload", "poet")).returncode == 0
+    assert (await mesh.command("model", "adapter", "unload", "poet")).returncode == 0
     await eventually(lambda: models(mesh) == {MODEL}, what="nobody offers it")
-    missing = await mesh.command("adapter", "load", "poet")
+    missing = await mesh.command("model", "adapter", "load", "poet")
     assert missing.returncode == 1
     assert "no worker offers the files of poet" in missing.stderr
 
 
 async def load_evictable(mesh: Mesh, folder: Path, name: str, content: int, worker: str) -> None:
     path = write_adapter(folder / name, content)
-    done = await mesh.command("adapter", "load", name, str(path), "--worker", worker, "--evictable")
+    done = await mesh.command(
+        "model", "adapter", "load", name, str(path), "--worker", worker, "--evictable"
+    )
     assert done.returncode == 0, done
     shutil.rmtree(path)
 
@@ -128,7 +130,9 @@ async def test_requests_outlive_the_last_worker_that_had_their_adapter_loaded(
     await mesh.ready()
     async with AdapterCards(mesh) as cards:
         await load_evictable(mesh, tmp_path, "poet", 9, "worker-1")
-        taken = await mesh.command("adapter", "load", "poet", "--worker", "worker-0", "--evictable")
+        taken = await mesh.command(
+            "model", "adapter", "load", "poet", "--worker", "worker-0", "--evictable"
+        )
         assert taken.returncode == 0, taken
         for content, name in enumerate(("five", "six"), 5):  # it makes room on worker-0
             await load_evictable(mesh, tmp_path, name, content, "worker-0")
@@ -152,7 +156,9 @@ async def test_a_weights_process_that_dies_offers_its_adapters_again(
     os.kill(former, signal.SIGKILL)
 
     async def loaded() -> bool:
-        done = await mesh.command("adapter", "load", "bard", "--worker", "worker-1", "--evictable")
+        done = await mesh.command(
+            "model", "adapter", "load", "bard", "--worker", "worker-1", "--evictable"
+        )
         return done.returncode == 0
 
     await eventually(loaded, what="the other worker has it")

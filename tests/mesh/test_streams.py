@@ -87,7 +87,7 @@ async def test_no_start_of_a_process_changes_streams(
     mesh.stop()
     assert (await bus.js.stream_info(bus.subjects.kv_stream)).config == before
     wanted = f"has max_bytes {limits.kv_bytes}, streams.kv_bytes is 1048576"
-    assert f"{bus.subjects.kv_stream} {wanted}; `kvmesh streams apply`" in mesh.logs()
+    assert f"{bus.subjects.kv_stream} {wanted}; `kvmesh config streams apply`" in mesh.logs()
     assert f"{bus.subjects.seq_stream} has num_replicas 1, nats.replicas is 3" in mesh.logs()
 
 
@@ -101,15 +101,15 @@ async def test_lease_repair_changes_no_streams(bus: Bus, limits: StreamLimits) -
 async def test_the_command_changes_limits_and_nothing_else(bus: Bus, limits: StreamLimits) -> None:
     before = (await bus.js.stream_info(bus.subjects.kv_stream)).config
     flags = (*at(bus.options), "--streams-kv-bytes", "2097152", "--streams-kv-age-s", "0.5")
-    _, listed = await kvmesh("streams", "list", *flags)
+    _, listed = await kvmesh("config", "streams", "list", *flags)
     assert f"{bus.subjects.kv_stream} has max_bytes {limits.kv_bytes}" in listed
     assert await kv_bytes(bus) == limits.kv_bytes
-    status, applied = await kvmesh("streams", "apply", *flags)
+    status, applied = await kvmesh("config", "streams", "apply", *flags)
     assert status == 0
     assert f"{bus.subjects.kv_stream}: max_bytes {limits.kv_bytes} → 2097152" in applied
     after = (await bus.js.stream_info(bus.subjects.kv_stream)).config
     assert after == before.evolve(max_bytes=2097152, max_age=0.5, duplicate_window=0.5)
-    assert await kvmesh("streams", "apply", *flags) == (0, "nothing to change\n")
+    assert await kvmesh("config", "streams", "apply", *flags) == (0, "nothing to change\n")
 
 
 async def test_buckets_of_other_meshes_are_not_changed(

@@ -327,14 +327,16 @@ async def test_a_speculative_prefill_is_a_trace_of_its_own(
     assert root.attributes[names.SESSION] == "run:main"
 
     async def shown() -> str:
-        return (await mesh.command("trace", "run:main")).stdout
+        return (await mesh.command("explain", "trace", "run:main")).stdout
 
     table = await eventually(shown, what="the session's turn is listed")
     assert root.attributes[names.REQUEST_ID] in table
     file = tmp_path / "timeline.json"
-    assert (await mesh.command("trace", "run:main", "--perfetto", str(file))).returncode == 0
+    assert (
+        await mesh.command("explain", "trace", "run:main", "--perfetto", str(file))
+    ).returncode == 0
     assert "turn 1" in [event["name"] for event in json.loads(file.read_text())["traceEvents"]]
-    assert (await mesh.command("trace", "nobody")).returncode == 1
+    assert (await mesh.command("explain", "trace", "nobody")).returncode == 1
 
 
 async def test_a_collector_that_fails_is_logged_once_and_costs_no_request(

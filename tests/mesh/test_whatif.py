@@ -1,4 +1,4 @@
-"""`kvmesh whatif` on a live mesh: it replays the served requests under any policy."""
+"""`kvmesh simulate live` on a live mesh: it replays the served requests under any policy."""
 
 import json
 from collections.abc import AsyncIterator
@@ -45,7 +45,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 async def whatif(mesh: Mesh, *more: str) -> tuple[int, str]:
-    done = await mesh.command("whatif", *more)
+    done = await mesh.command("simulate", "live", *more)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -82,5 +82,5 @@ async def test_another_fleet(mesh: Mesh, tmp_path: Path) -> None:
 async def test_a_window_without_requests_is_reported(mesh: Mesh) -> None:
     code, out = await whatif(mesh, "--since", "10m", "--model", "nobody")
     assert code == 2
-    assert out.startswith("kvmesh whatif: ")
+    assert out.startswith("kvmesh simulate live: ")
     assert len(out.splitlines()) == 1

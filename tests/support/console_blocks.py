@@ -27,7 +27,7 @@ CANNOT = {
     r"conversation_trace|kv-cache-tester": "needs a trace that is downloaded",
     r"replay demo|backtest coding|plan size|plan fit|unattended|simulate coding": ("takes minutes"),
     r"simulate teams|--num-requests 50000": "takes minutes",
-    r"kvmesh adapter (load|unload)|kvmesh fleet": (
+    r"kvmesh model adapter (load|unload)|kvmesh fleet": (
         "needs several workers of torch or vLLM; tests of these commands run them"
     ),
     r"--tracing-endpoint": "needs a collector",

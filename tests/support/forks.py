@@ -30,7 +30,10 @@ PROGRAM = "kvmesh.cli.main"
 # What services and the commands of most tests import; none of them starts a thread.
 IMPORTED = (
     *("kvmesh.cli.registry", "kvmesh.cli.flags", "kvmesh.cli.references.foreign_flags"),
-    *(f"kvmesh.cli.commands.{name}" for name in ("service", "status", "plan", "keys", "fleet")),
+    *(
+        f"kvmesh.cli.commands.{name}"
+        for name in ("run.service", "look.status", "look.plan", "operate.keys", "operate.fleet")
+    ),
     *("kvmesh.cli.bus_session", "kvmesh.cli.status.report", "kvmesh.cli.status.view"),
     *(
         f"kvmesh.{role}.service"

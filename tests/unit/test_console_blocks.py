@@ -8,7 +8,7 @@ import pytest
 from support.console_blocks import ConsoleCommand, console_commands
 
 from kvmesh.cli.flags import FlagParser, add_flags
-from kvmesh.cli.registry import COMMANDS
+from kvmesh.cli.main import find_command
 
 ALL = list(console_commands())
 PARSED = [each for each in ALL if each.kvmesh and not each.fails]
@@ -22,10 +22,9 @@ def test_blocks_are_found() -> None:
 
 @pytest.mark.parametrize("command", PARSED, ids=lambda each: f"{each.page}:{each.line}")
 def test_a_command_and_its_flags_exist(command: ConsoleCommand) -> None:
-    name, *words = command.kvmesh
-    found = next((each for each in COMMANDS if each.name == name), None)
+    found, words = find_command(command.kvmesh)
     assert found is not None, command.text
-    parser = FlagParser(prog=f"kvmesh {name}")
+    parser = FlagParser(prog=f"kvmesh {found.name}")
     found.load().configure(parser)
     if found.own or found.sections:
         add_flags(parser, found.own, found.sections, found.excluded)

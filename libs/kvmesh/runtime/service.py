@@ -262,7 +262,7 @@ async def _prepare(service: Service) -> None:
     preparing = prepare_streams(service.bus, service.limits)
     try:
         for difference in await _unless_stopped(preparing, service.stopping) or ():
-            log.warning("%s; `kvmesh streams apply` changes it", difference)
+            log.warning("%s; `kvmesh config streams apply` changes it", difference)
     except ServerUnfit as error:
         raise StartError(str(error)) from error
 

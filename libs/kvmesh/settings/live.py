@@ -17,7 +17,7 @@ def live_option(name: str) -> Option:
     if not option.live:
         section = option.section
         services = ("frontend", "router", "indexer", "worker", "kvbm", "planner")
-        restart = f"`kvmesh roll {section}`" if section in services else "a restart"
+        restart = f"`kvmesh fleet roll {section}`" if section in services else "a restart"
         reason = f"processes read it at their start only: change it there, then {restart}"
         raise SettingsError(name, reason)
     return option

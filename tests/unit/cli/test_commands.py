@@ -11,9 +11,9 @@ import pytest
 
 from kvmesh.cli.arguments import moment
 from kvmesh.cli.flags import FlagParser, add_flags, settings_flags
-from kvmesh.cli.main import run
+from kvmesh.cli.main import MOVED, VERSION, find_command, run
 from kvmesh.cli.references.options import markdown, toml
-from kvmesh.cli.registry import COMMANDS
+from kvmesh.cli.registry import COMMANDS, GROUPS
 from kvmesh.runtime.quantities import counted, duration, size
 from kvmesh.settings import Settings, load, options
 
@@ -57,7 +57,7 @@ def failed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["simulate", "demo", "--group", "two"], "--group two: expected COUNT"),
         (["simulate", "demo", "--group", "2:heat=0"], "--group 2:heat=0: Expected"),
         (["simulate", "demo", "--html", "/nowhere/x"], "no such directory: /nowhere"),
-        (["whatif", "--json", "/"], "/ is a directory"),
+        (["simulate", "live", "--json", "/"], "/ is a directory"),
         (["workload", "generate", "demo", "-o", "/nowhere/x.json"], "no such directory: /nowhere"),
     ],
 )
@@ -77,7 +77,7 @@ def test_a_bad_variable_is_a_usage_error(
 @pytest.mark.parametrize("command", [command.name for command in COMMANDS])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ending:
-        run([command, "--help"])
+        run([*command.split(), "--help"])
     assert ending.value.code == 0
     assert f"usage: kvmesh {command}" in capsys.readouterr().out
 
@@ -137,7 +137,19 @@ def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> 
         run([])
     assert ending.value.code == 0
     shown = capsys.readouterr().out
-    assert all(f"  {command.name} " in shown for command in COMMANDS)
+    nouns = [command.name for command in COMMANDS if command.is_noun]
+    assert all(f"  {name} " in shown for name in nouns)
+    assert all(f"\n{group}:\n" in shown for group in GROUPS)
+    assert len(nouns) <= 26
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_former_command_names_the_present_one(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"it is kvmesh {MOVED[name]} now" in failed([name, "--help"], capsys)
+    found, _ = find_command(MOVED[name].split())
+    assert found is not None or MOVED[name] == VERSION
 
 
 def test_version_needs_no_service_and_no_bus() -> None:

@@ -1,4 +1,4 @@
-"""`kvmesh learned` shows each learner with its gain over its fallback."""
+"""`kvmesh plan learned` shows each learner with its gain over its fallback."""
 
 from io import StringIO
 

@@ -1,4 +1,4 @@
-"""`kvmesh learned returns`, and the forecasts in `kvmesh explain --session`."""
+"""`kvmesh plan learned returns`, and the forecasts in `kvmesh explain --session`."""
 
 import io
 

@@ -107,7 +107,7 @@ def test_a_cut_capture_is_said() -> None:
 def test_one_command_shows_the_same_in_a_terminal() -> None:
     [line] = command_lines(compared(), Settings())
     assert shlex.split(line) == [
-        *("kvmesh", "whatif", "--model", "m"),
+        *("kvmesh", "simulate", "live", "--model", "m"),
         *("--since", "1970-01-01T00:16:40.000+00:00"),
         *("--until", "1970-01-01T00:21:40.000+00:00"),
         *("--policy", "kv,session"),

@@ -45,7 +45,7 @@ def test_a_refused_value_changes_nothing(name: str, text: str, reason: str) -> N
 def test_settings_that_need_a_restart_are_refused_with_what_to_do() -> None:
     assert live_option("frontend.max_in_flight").env == "KVMESH_FRONTEND_MAX_IN_FLIGHT"
     for name, words in (
-        ("frontend.port", "kvmesh roll frontend"),
+        ("frontend.port", "kvmesh fleet roll frontend"),
         ("nats.url", "then a restart"),
         ("router.temprature", "did you mean router.temperature"),
         ("nothing", "no setting has this name"),

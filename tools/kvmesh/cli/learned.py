@@ -1,4 +1,4 @@
-"""`kvmesh learned`: asks routers and frontends for what they learned; the table."""
+"""`kvmesh plan learned`: asks routers and frontends for what they learned; the table."""
 
 import asyncio
 from collections.abc import Iterable

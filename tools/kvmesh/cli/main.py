@@ -10,17 +10,26 @@ from typing import NoReturn
 
 from kvmesh.cli.flags import FlagParser, add_flags, did_you_mean, settings_flags
 from kvmesh.cli.references.foreign_flags import foreign_variables
-from kvmesh.cli.registry import COMMANDS, Command
+from kvmesh.cli.registry import COMMANDS, GROUPS, Command
 from kvmesh.settings import Settings, SettingsError, load
 
 VERSION = "--version"
+NOUNS = [command.name for command in COMMANDS if command.is_noun]
 # Former commands, which are parts of others now.
 MOVED = {
     **{action: f"fleet {action}" for action in ("drain", "sleep", "promote", "role")},
     "busy": "model busy",
-    "returns": "learned returns",
+    "returns": "plan learned returns",
+    "learned": "plan learned",
     "restore": "backup restore",
     "metrics": "config metrics",
+    "completion": "config completion",
+    "streams": "config streams",
+    "roll": "fleet roll",
+    "adapter": "model adapter",
+    "parser": "model parser",
+    "trace": "explain trace",
+    "whatif": "simulate live",
     "version": VERSION,
 }
 STARTED = ("up", "frontend", "router", "indexer", "worker", "planner")  # like processes of Dynamo
@@ -51,7 +60,7 @@ def run(arguments: Sequence[str]) -> int:
         prog="kvmesh",
         usage="kvmesh COMMAND [options]",
         description="A mesh that serves open-weight models to coding agents.",
-        epilog=f"commands:\n{_listing()}\n\nkvmesh COMMAND --help shows a command's options.",
+        epilog=f"{_listing()}\n\nkvmesh COMMAND --help shows a command's options.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -62,13 +71,21 @@ def run(arguments: Sequence[str]) -> int:
     if name == VERSION:
         print(f"kvmesh {version('kvmesh')}, cores {cores()}")
         return 0
-    command = next((c for c in COMMANDS if c.name == name), None)
+    command, rest = find_command(arguments)
     if command is None:
         now = f"; it is kvmesh {MOVED[name]} now" if name in MOVED else ""
-        parser.error(
-            f"unknown command {name}{now or did_you_mean(name, [c.name for c in COMMANDS])}"
-        )
-    return _run(command, arguments[1:])
+        parser.error(f"unknown command {name}{now or did_you_mean(name, NOUNS)}")
+    return _run(command, rest)
+
+
+def find_command(arguments: Sequence[str]) -> tuple[Command | None, Sequence[str]]:
+    """The command that the first two words name, or the first one, and the words after its name."""
+    for words in (2, 1):
+        name = " ".join(arguments[:words])
+        for command in COMMANDS:
+            if command.name == name:
+                return command, arguments[words:]
+    return None, arguments
 
 
 def cores() -> str:
@@ -78,8 +95,11 @@ def cores() -> str:
 
 
 def _listing() -> str:
-    width = max(len(c.name) for c in COMMANDS)
-    return "\n".join(f"  {c.name:<{width}}  {c.help}" for c in COMMANDS)
+    width = max(map(len, NOUNS))
+    return "\n\n".join(
+        f"{group}:\n" + "\n".join(f"  {c.name:<{width}}  {c.help}" for c in commands if c.is_noun)
+        for group, commands in GROUPS.items()
+    )
 
 
 def _run(command: Command, arguments: Sequence[str]) -> int:
@@ -91,6 +111,9 @@ def _run(command: Command, arguments: Sequence[str]) -> int:
     implementation.configure(parser)
     if command.own or command.sections:
         add_flags(parser, command.own, command.sections, command.excluded)
+    if actions := [c.name for c in COMMANDS if c.name.startswith(f"{command.name} ")]:
+        more = f"`{'`, `'.join(f'kvmesh {name} --help' for name in actions)}` show more."
+        parser.epilog = f"{parser.epilog}\n{more}" if parser.epilog else more
     namespace = parser.parse_args(arguments)
     namespace.command = command.name
     try:

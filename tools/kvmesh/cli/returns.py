@@ -1,4 +1,4 @@
-"""`kvmesh learned returns`: asks a router for the returns that it has learned, and prints them."""
+"""`kvmesh plan learned returns`: prints the returns that a router has learned."""
 
 import asyncio
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Shared parts of `simulate` and `whatif`: scenario flags, runs per policy, reports."""
+"""Shared parts of `simulate` and `simulate live`: scenario flags, runs per policy, reports."""
 
 import argparse
 import sys

@@ -35,7 +35,7 @@ ROUNDS = 6  # in which others remove what this push uses, or the server does not
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 8.0
 TRANSIENT = (BusTimeout, NotConnected, JetStreamUnavailable)
 SPARE = 1.02  # descriptions and the stream's own bytes
-RAISE = "evict a model, or raise streams.models_bytes with `kvmesh streams`"
+RAISE = "evict a model, or raise streams.models_bytes with `kvmesh config streams`"
 
 
 class BytesSource:

@@ -1,4 +1,4 @@
-"""`kvmesh simulate`, and the fleet of `kvmesh whatif`."""
+"""`kvmesh simulate`, and the fleet of `kvmesh simulate live`."""
 
 import json
 from argparse import ArgumentTypeError
@@ -9,7 +9,7 @@ import pytest
 
 from kvmesh.bus.messages import Capacity, Instance, ModelCard, NodeStore, Role
 from kvmesh.cli.arguments import moment
-from kvmesh.cli.commands import whatif
+from kvmesh.cli.commands.workloads import live
 from kvmesh.cli.flags import FlagParser, add_flags, settings_flags
 from kvmesh.cli.main import main
 from kvmesh.cli.registry import NOT_SIMULATED
@@ -101,7 +101,7 @@ def test_nodes_share_their_memory_and_disk(tmp_path: Path) -> None:
     assert simulate("--nodes", "2", "--kvbm-retention", "nonsense") == 2
 
 
-def live(name: str, serves: str, blocks: int, ranks: int = 1) -> Instance:
+def worker(name: str, serves: str, blocks: int, ranks: int = 1) -> Instance:
     return Instance(
         instance=f"{name}-x",
         role=Role.WORKER,
@@ -121,16 +121,20 @@ def live(name: str, serves: str, blocks: int, ranks: int = 1) -> Instance:
 
 
 def default_fleet(*flags: str) -> Fleet:
-    """The fleet of `whatif` beside three live workers."""
+    """The fleet of `simulate live` beside three live workers."""
     parser = FlagParser()
-    whatif.configure(parser)
+    live.configure(parser)
     add_flags(parser, "", ("router", "mock"), NOT_SIMULATED)
     arguments = parser.parse_args(flags)
-    cards = [live("b", "decode", 400), live("p", "prefill", 300), live("a", "decode", 400, ranks=2)]
-    return whatif.fleet(arguments, load(None, {}, settings_flags(arguments)), cards)
+    cards = [
+        worker("b", "decode", 400),
+        worker("p", "prefill", 300),
+        worker("a", "decode", 400, ranks=2),
+    ]
+    return live.fleet(arguments, load(None, {}, settings_flags(arguments)), cards)
 
 
-def test_whatif_engines_equal_the_live_ones() -> None:
+def test_live_engines_equal_the_live_ones() -> None:
     decode, prefill = default_fleet()
     assert (decode.count, decode.serves, decode.core.blocks) == (3, "decode", 400)
     assert (prefill.count, prefill.serves, prefill.core.blocks) == (1, "prefill", 300)
@@ -139,7 +143,7 @@ def test_whatif_engines_equal_the_live_ones() -> None:
     assert decode.core.tiers.host_blocks == 800
 
 
-def test_whatif_flags_override_the_cards() -> None:
+def test_live_flags_override_the_cards() -> None:
     decode, prefill = default_fleet("--mock-blocks", "77", "--block-size", "64")
     assert (decode.core.blocks, prefill.core.blocks) == (77, 77)
     assert decode.core.limits.block_size == 64
@@ -158,7 +162,7 @@ def live_kvbm(node: str, blocks: list[int], key: str = "") -> Instance:
     )
 
 
-def test_whatif_nodes_have_the_sizes_of_the_smallest_live_one() -> None:
+def test_live_nodes_have_the_sizes_of_the_smallest_live_one() -> None:
     cards = [live_kvbm("a", [100, 50, 0], "k"), live_kvbm("b", [80, 90, 0], "k")]
     found = like_live(KvbmSettings(), cards, 1 << 20)
     assert (found.host_bytes, found.disk_bytes) == (80 << 20, 50 << 20)
@@ -167,8 +171,8 @@ def test_whatif_nodes_have_the_sizes_of_the_smallest_live_one() -> None:
     own = like_live(KvbmSettings(host_bytes=7 << 20), cards, 1 << 20, {"host_bytes"})
     assert (own.host_bytes, own.disk_bytes) == (7 << 20, 50 << 20)
     assert like_live(KvbmSettings(), [], 1 << 20) == KvbmSettings()
-    tiered = msgspec.structs.replace(live("w", "aggregated", 10), node="b")
-    assert whatif.used_kvbms([*cards, tiered], [tiered]) == [cards[1]]
+    tiered = msgspec.structs.replace(worker("w", "aggregated", 10), node="b")
+    assert live.used_kvbms([*cards, tiered], [tiered]) == [cards[1]]
 
 
 def test_there_are_no_flags_without_effect(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The turns of a session, and the forms in which `kvmesh trace` writes them."""
+"""The turns of a session, and the forms in which `kvmesh explain trace` writes them."""
 
 import io
 import json

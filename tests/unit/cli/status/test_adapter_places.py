@@ -1,4 +1,4 @@
-"""The places of adapters, as `kvmesh adapter` chooses and lists them."""
+"""The places of adapters, as `kvmesh model adapter` chooses and lists them."""
 
 from msgspec.structs import replace
 from support.routing import worker

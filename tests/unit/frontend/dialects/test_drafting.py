@@ -120,7 +120,7 @@ def test_the_command_drafts_proves_and_writes_what_a_frontend_reads(
     raw = '<ponder>hm</ponder>Look.<acts><act>ls<with>{}</act><act>cat<with>{"p": 1}</act></acts>'
     output = tmp_path / "raw.txt"
     output.write_text(raw)
-    assert run(["parser", "new", str(folder), str(output)]) == 0
+    assert run(["model", "parser", "new", str(folder), str(output)]) == 0
     said = capsys.readouterr().out
     assert "the template: read, 4 of 4" in said
     assert f"{output}: read, 2 calls, alike in 20 of 20" in said
@@ -137,12 +137,12 @@ def test_the_command_drafts_proves_and_writes_what_a_frontend_reads(
         ("call", "cat", '{"p": 1}'),
     ]
     assert all(grammar.uses(mark) for mark in ("<acts>", "<ponder>"))
-    assert run(["parser", "try", str(folder), str(output)]) == 0
+    assert run(["model", "parser", "try", str(folder), str(output)]) == 0
     assert "[call cat]" in capsys.readouterr().out
 
 
 def test_a_model_whose_parser_is_known_needs_no_other(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["parser", "new", str(model_dir()), "--dry-run"]) == 0
+    assert run(["model", "parser", "new", str(model_dir()), "--dry-run"]) == 0
     assert "no other is needed" in capsys.readouterr().out
 
 
@@ -153,5 +153,5 @@ def test_a_template_without_calls_is_refused(
         if "template" not in file.name and file.is_file():
             tmp_path.joinpath(file.name).write_bytes(file.read_bytes())
     tmp_path.joinpath("chat_template.jinja").write_text("{{ messages[0].content }}")
-    assert run(["parser", "new", str(tmp_path)]) == 1
+    assert run(["model", "parser", "new", str(tmp_path)]) == 1
     assert "shows no tools, or no calls" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`kvmesh parser` as a user runs it."""
+"""`kvmesh model parser` as a user runs it."""
 
 import json
 from pathlib import Path
@@ -13,13 +13,13 @@ RAW = "Hm.\n<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n</functio
 def test_try_shows_how_a_file_parses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "raw.txt"
     file.write_text(RAW)
-    assert run(["parser", "try", "qwen3_coder", str(file)]) == 0
+    assert run(["model", "parser", "try", "qwen3_coder", str(file)]) == 0
     assert capsys.readouterr().out == '[text]\nHm.\n\n[call f]\n{\n  "n": 3\n}\n'
     tools = tmp_path / "tools.json"
     parameters = {"type": "object", "properties": {"n": {"type": "string"}}}
     function = {"name": "f", "parameters": parameters}
     tools.write_text(json.dumps([{"type": "function", "function": function}]))
-    assert run(["parser", "try", "qwen3_coder", str(file), "--tools", str(tools)]) == 0
+    assert run(["model", "parser", "try", "qwen3_coder", str(file), "--tools", str(tools)]) == 0
     assert '"n": "3"' in capsys.readouterr().out
 
 
@@ -32,12 +32,12 @@ def test_errors_name_their_cause(
 ) -> None:
     file = tmp_path / "raw.txt"
     file.write_bytes(content)
-    assert run(["parser", "try", name, str(file)]) == 1
+    assert run(["model", "parser", "try", name, str(file)]) == 1
     assert said in capsys.readouterr().err
 
 
 def test_list_prints_all_names(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["parser", "list"]) == 0
+    assert run(["model", "parser", "list"]) == 0
     assert "qwen3_coder" in capsys.readouterr().out
 
 

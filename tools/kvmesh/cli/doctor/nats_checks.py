@@ -117,7 +117,7 @@ def replicas(facts: Facts) -> Iterator[Finding]:
     alone = by_number.get(1, [])
     if facts.clustered and alone:
         text = f"{_some(alone)} on one server of the cluster only: its loss stops the mesh"
-        advice = "set nats.replicas to 3, run `kvmesh streams apply --nats-replicas 3`"
+        advice = "set nats.replicas to 3, run `kvmesh config streams apply --nats-replicas 3`"
         yield Finding("fault", "replicas", f"{text}; {advice}")
         return
     by_number.pop(facts.replicas, None)

@@ -61,7 +61,7 @@ def store(facts: Facts) -> Iterator[Finding]:
         yield Finding("ok", "store", f"JetStream syncs its files every {each}")
     if found.most and found.used > FULL * found.most:
         text = f"JetStream has stored {size(found.used)} of {size(found.most)}"
-        action = "raise max_file_store, or lower limits of streams (`kvmesh streams apply`)"
+        action = "raise max_file_store, or lower limits of streams (`kvmesh config streams apply`)"
         yield Finding("fault", found.url, text, action=action)
 
 

@@ -1,4 +1,4 @@
-"""The work of `kvmesh parser new`: a draft, its proof, and the file that it goes into."""
+"""The work of `kvmesh model parser new`: a draft, its proof, and the file that it goes into."""
 
 import json
 import random

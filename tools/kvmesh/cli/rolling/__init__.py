@@ -1,1 +1,1 @@
-"""`kvmesh roll`: replaces the processes of a service one at a time."""
+"""`kvmesh fleet roll`: replaces the processes of a service one at a time."""

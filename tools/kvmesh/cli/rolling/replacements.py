@@ -1,4 +1,4 @@
-"""Orders on the bus to replace processes of `kvmesh up`, as `kvmesh roll` writes them."""
+"""Orders on the bus to replace processes of `kvmesh up`, as `kvmesh fleet roll` writes them."""
 
 import asyncio
 import logging

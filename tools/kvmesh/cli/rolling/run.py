@@ -31,7 +31,7 @@ _records = MessageDecoder(RollRecord)
 
 
 class RollCommand:
-    """One run of `kvmesh roll`: `watch_s`, `timeout_s` and `tolerance` as of `Roll`."""
+    """One run of `kvmesh fleet roll`: `watch_s`, `timeout_s` and `tolerance` as of `Roll`."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class RollCommand:
         try:
             record = await self._begin(to, afresh)
             if record is None:
-                return failed("roll", f"no {self._service} runs")
+                return failed("fleet roll", f"no {self._service} runs")
             await self._platform.prepare(record.to, len(record.before))
             await self._store(record)
             reader = await self._read_outcomes(record.started)
@@ -65,7 +65,7 @@ class RollCommand:
             finally:
                 await reader.close()
         except RollError as error:
-            return failed("roll", error)
+            return failed("fleet roll", error)
         finally:
             await self._directory.close()
 
@@ -134,7 +134,7 @@ class RollCommand:
                 await self._store(msgspec.structs.replace(record, stopped=step.reason))
                 left = len(roll.left(self._replicas()))
                 print(
-                    f"kvmesh roll: stopped: {step.reason}\n"
+                    f"kvmesh fleet roll: stopped: {step.reason}\n"
                     f"{left} of {len(record.before)} are not replaced; the same command goes on",
                     file=sys.stderr,
                 )

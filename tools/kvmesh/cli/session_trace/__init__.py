@@ -1,1 +1,1 @@
-"""`kvmesh trace`: the requests of a session and of its subagents, over time."""
+"""`kvmesh explain trace`: the requests of a session and of its subagents, over time."""

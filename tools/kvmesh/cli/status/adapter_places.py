@@ -1,4 +1,4 @@
-"""The workers that have a LoRA adapter or its files, for `kvmesh adapter`."""
+"""The workers that have a LoRA adapter or its files, for `kvmesh model adapter`."""
 
 from collections.abc import Iterable, Iterator
 

@@ -121,13 +121,13 @@ class StartupGuide:
             raise UpError(f"cannot follow the wanted fleet: {cause(error)}") from error
 
     async def _obey_rolls(self, mesh: "SupervisedMesh", view: "MeshView") -> None:
-        """Replace processes from now on, as `kvmesh roll` orders."""
+        """Replace processes from now on, as `kvmesh fleet roll` orders."""
         module = await asyncio.to_thread(import_module, "kvmesh.cli.rolling.replacements")
         self._replacements = module.Replacements(view, self._settings, mesh, self._log.note)
         try:
             await self._replacements.open()
         except BusError as error:
-            self._log.note(f"kvmesh roll cannot replace processes here: {cause(error)}", "W")
+            self._log.note(f"kvmesh fleet roll cannot replace processes here: {cause(error)}", "W")
 
     def _health_checks(self) -> list[tuple[str, str, int]]:
         """The processes, hosts and ports whose health shows that the mesh serves."""

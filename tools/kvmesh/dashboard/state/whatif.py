@@ -169,7 +169,7 @@ def command_lines(compared: Compared, settings: Settings) -> list[str]:
         runs = [[*common, "--policy", present], [*common, *fleet, "--policy", chosen]]
     else:
         runs = [[*common, "--policy", ",".join(dict.fromkeys((present, chosen)))]]
-    return [shlex.join(["kvmesh", "whatif", *run]) for run in runs]
+    return [shlex.join(["kvmesh", "simulate", "live", *run]) for run in runs]
 
 
 def _nats(nats: NatsSettings) -> Iterator[str]:

@@ -8,7 +8,7 @@ from importlib import import_module
 from prometheus_client import REGISTRY
 from prometheus_client.metrics import MetricWrapperBase
 
-from kvmesh.cli.commands.service import run_role
+from kvmesh.cli.commands.run.service import run_role
 from kvmesh.settings import load
 
 

@@ -1,4 +1,4 @@
-"""`kvmesh completion`: prints the completion script of a shell, or the manual page."""
+"""`kvmesh config completion`: prints the completion script of a shell, or the manual page."""
 
 import argparse
 
@@ -10,9 +10,9 @@ KINDS = ("bash", "zsh", "tcsh", MANUAL)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "kvmesh completion bash|zsh|tcsh|man"
+    parser.usage = "kvmesh config completion bash|zsh|tcsh|man"
     parser.epilog = (
-        "bash: kvmesh completion bash > ~/.local/share/bash-completion/completions/kvmesh"
+        "bash: kvmesh config completion bash > ~/.local/share/bash-completion/completions/kvmesh"
     )
     parser.add_argument("kind", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
 
@@ -23,6 +23,6 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     manual = arguments.kind == MANUAL
     module, package = ("build_manpages", "argparse-manpage") if manual else ("shtab", "shtab")
     if reason := shell.missing(module, package):
-        return failed("completion", reason)
+        return failed("config completion", reason)
     print(shell.manual() if manual else shell.completion(arguments.kind))
     return 0

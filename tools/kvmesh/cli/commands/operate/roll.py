@@ -1,4 +1,4 @@
-"""`kvmesh roll`: replaces the processes of a service one at a time."""
+"""`kvmesh fleet roll`: replaces the processes of a service one at a time."""
 
 import argparse
 
@@ -20,7 +20,7 @@ WATCH_S, TIMEOUT_S, TOLERANCE = 5.0, 1800.0, 100.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "kvmesh roll SERVICE [options]"
+    parser.usage = "kvmesh fleet roll SERVICE [options]"
     parser.epilog = (
         "Each process finishes its requests, leaves, and is replaced; the next one follows once its"
         " successor serves and requests fare no worse than before. A roll that was interrupted or"
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         )
         return await command.run(arguments.to, arguments.afresh)
 
-    return run_on_bus("roll", settings, main)
+    return run_on_bus("fleet roll", settings, main)
 
 
 def _platform(arguments: argparse.Namespace, bus: Bus) -> Platform:

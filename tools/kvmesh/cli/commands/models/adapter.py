@@ -1,4 +1,4 @@
-"""`kvmesh adapter`: loads, unloads and lists the LoRA adapters of running workers."""
+"""`kvmesh model adapter`: loads, unloads and lists the LoRA adapters of running workers."""
 
 import argparse
 import asyncio
@@ -31,7 +31,7 @@ POLL_S = 0.2
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "kvmesh adapter load NAME [FOLDER] | unload NAME | list [options]"
+    parser.usage = "kvmesh model adapter load NAME [FOLDER] | unload NAME | list [options]"
     parser.epilog = (
         "Workers read FOLDER on their own machines. With weights.share, those without it, and all"
         " if none is given, take the files from workers that have them. Loading replaces an adapter"
@@ -66,16 +66,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     reason = _problem(arguments)
     if reason:
-        return failed("adapter", reason, 2)
+        return failed("model adapter", reason, 2)
 
     async def main(bus: Bus) -> int:
         command = _Command(bus, settings, arguments)
         try:
             return await command.execute()
         except WorkerChoiceError as error:
-            return failed("adapter", error)
+            return failed("model adapter", error)
 
-    return run_on_bus("adapter", settings, main)
+    return run_on_bus("model adapter", settings, main)
 
 
 def _problem(arguments: argparse.Namespace) -> str:

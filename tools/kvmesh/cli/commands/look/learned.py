@@ -1,4 +1,4 @@
-"""`kvmesh learned`: shows what learners of the mesh gained, or the returns that routers learned."""
+"""`kvmesh plan learned`: shows what learners gained, or the returns that routers learned."""
 
 import argparse
 
@@ -9,7 +9,7 @@ from kvmesh.settings import Settings
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "kvmesh learned [returns] [options]"
+    parser.usage = "kvmesh plan learned [returns] [options]"
     parser.epilog = (
         "Gains are over the fallback, on requests that a learner had not learned from when it was "
         "judged by them. A learner that loses is off until it wins. `returns` shows after how long "
@@ -37,7 +37,7 @@ def _learned(arguments: argparse.Namespace, settings: Settings) -> int:
     async def main(bus: Bus) -> int:
         found = await learned(bus, settings)
         if found is None:
-            return failed("learned", "no process replies")
+            return failed("plan learned", "no process replies")
         shown = [each for each in found if arguments.model in (None, each.report.model)]
         if arguments.json:
             content = [
@@ -52,7 +52,7 @@ def _learned(arguments: argparse.Namespace, settings: Settings) -> int:
         render(shown).show(console)
         return 0
 
-    return run_on_bus("learned", settings, main)
+    return run_on_bus("plan learned", settings, main)
 
 
 def _returns(arguments: argparse.Namespace, settings: Settings) -> int:
@@ -68,7 +68,7 @@ def _returns(arguments: argparse.Namespace, settings: Settings) -> int:
     async def main(bus: Bus) -> int:
         report = await learned_returns(bus, settings)
         if report is None:
-            return failed("learned", "no router replies")
+            return failed("plan learned", "no router replies")
         shown = [each for each in report.classes if arguments.model in (None, each.model)]
         checks = [each for each in report.checks if arguments.model in (None, each.model)]
         agents = [each for each in report.agents if arguments.model in (None, each.model)]
@@ -90,4 +90,4 @@ def _returns(arguments: argparse.Namespace, settings: Settings) -> int:
         console.print(literal_lines(agent_lines(agents)))
         return 0
 
-    return run_on_bus("learned", settings, main)
+    return run_on_bus("plan learned", settings, main)

@@ -1,4 +1,4 @@
-"""`kvmesh parser`: parses a model's raw output, and drafts parsers, without a mesh."""
+"""`kvmesh model parser`: parses a model's raw output, and drafts parsers, without a mesh."""
 
 import argparse
 import json
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         UnicodeDecodeError,
         msgspec.DecodeError,
     ) as error:
-        return failed("parser", error)
+        return failed("model parser", error)
     return 0
 
 

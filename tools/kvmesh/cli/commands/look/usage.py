@@ -12,8 +12,8 @@ ROWS = 50
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Counts each request at its end, from the route stream, which keeps a limited time "
-        "(`kvmesh streams`). GPU time divides the time of a rank's devices equally among its "
-        "sequences."
+        "(`kvmesh config streams`). GPU time divides the time of a rank's devices equally among "
+        "its sequences."
     )
     add_since(parser, "start of the window: 90s, 5m, 2h, 1d ago or a time [default 1h]")
     parser.add_argument(

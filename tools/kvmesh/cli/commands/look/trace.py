@@ -1,4 +1,4 @@
-"""`kvmesh trace`: shows the requests of a session over time, or writes them as a trace."""
+"""`kvmesh explain trace`: shows the requests of a session over time, or writes them as a trace."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "kvmesh trace SESSION [options]"
+    parser.usage = "kvmesh explain trace SESSION [options]"
     parser.epilog = (
         "A session is named as its client names it (docs/requests.md); its subagents' sessions are "
         "included. Without a file, prints a table."
@@ -51,14 +51,14 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         try:
             recorder = await capture(bus, arguments.since, None)
         except CaptureError as error:
-            return failed("trace", error)
+            return failed("explain trace", error)
         rounds = session_rounds(recorder.rounds, arguments.session)
         if not rounds:
-            return failed("trace", f"no request of session {arguments.session}")
+            return failed("explain trace", f"no request of session {arguments.session}")
         _write(rounds, arguments)
         return 0
 
-    return run_on_bus("trace", settings, main)
+    return run_on_bus("explain trace", settings, main)
 
 
 def _write(rounds: "list[CapturedRound]", arguments: argparse.Namespace) -> None:

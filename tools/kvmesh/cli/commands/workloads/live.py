@@ -1,4 +1,4 @@
-"""`kvmesh whatif`: simulates a live mesh's recent requests under other policies or workers."""
+"""`kvmesh simulate live`: simulates a mesh's recent requests under other policies or workers."""
 
 import argparse
 from math import inf
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         kvbms.extend(used_kvbms(cards, workers))
         return 0
 
-    status = run_on_bus("whatif", settings, read)
+    status = run_on_bus("simulate live", settings, read)
     return status or _compare(arguments, settings, captured, workers, kvbms)
 
 
@@ -83,8 +83,8 @@ def _compare(
         options = scenarios(arguments, settings, fleet(arguments, settings, workers), kvbms)
         runs = [simulate(workload, each) for each in options]
     except (WorkloadError, SimulationError, RouterConfigError, StepProfileError, OSError) as error:
-        return failed("whatif", error, 2)
-    status = write("whatif", arguments, counted(len(workload), "captured request"), runs)
+        return failed("simulate live", error, 2)
+    status = write("simulate live", arguments, counted(len(workload), "captured request"), runs)
     console = stdout_console()
     print_line(console, measured(captured))
     show([result for _, result in runs], console)

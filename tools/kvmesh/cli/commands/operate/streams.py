@@ -1,4 +1,4 @@
-"""`kvmesh streams`: shows or changes the limits of a mesh's streams and buckets."""
+"""`kvmesh config streams`: shows or changes the limits of a mesh's streams and buckets."""
 
 import argparse
 
@@ -6,7 +6,7 @@ from kvmesh.settings import Settings
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "kvmesh streams list|apply [options]"
+    parser.usage = "kvmesh config streams list|apply [options]"
     parser.epilog = (
         "The first process of a mesh creates the streams with its settings; later ones do not "
         "change them. `apply` sets limits and replicas to this command's settings; if a limit "
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         if arguments.action == "list":
             show_limits(infos)
             for change in changes:
-                print(f"{change}; `kvmesh streams apply` changes it")
+                print(f"{change}; `kvmesh config streams apply` changes it")
             return 0
         await apply(bus, changes)
         for change in changes:
@@ -40,4 +40,4 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
             print("nothing to change")
         return 0
 
-    return run_on_bus("streams", settings, main)
+    return run_on_bus("config streams", settings, main)

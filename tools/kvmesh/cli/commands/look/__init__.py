@@ -1,0 +1,1 @@
+"""Commands that show the state of a mesh and its requests."""

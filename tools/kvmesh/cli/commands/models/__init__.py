@@ -1,0 +1,1 @@
+"""Commands about models, their adapters and their output."""

@@ -1,0 +1,1 @@
+"""Commands that change a running mesh, its keys or its store."""
