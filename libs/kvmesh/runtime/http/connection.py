@@ -35,6 +35,8 @@ class Connection(web.RequestHandler):
     traceback.
     """
 
+    __slots__ = ()
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._messages = _Queue()  # type: ignore[assignment]
