@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.stamp import STAMP
+from unit.frontend.apis.prompts import conversation, request_of
 
 from kvmesh.bus.messages import ModelCard
 from kvmesh.demo import model_dir
@@ -22,6 +23,7 @@ from kvmesh.frontend.preprocess import limits
 from kvmesh.frontend.preprocess.limits import MAX_OUTPUT_BYTES, counted_tokens
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.frontend.tokenizer.text_slices import MAX_RUN, SLICE
+from kvmesh.hashing import FIRST_IMAGE_TOKEN
 
 CONTEXT = 2048
 TEXT = 'The "fox" said: jump(over, 12 dogs);\nNext line [a] = {b: c}\n\n  naïve <x>'
@@ -184,3 +186,16 @@ async def test_marks_inside_a_long_text_do_not_copy_it() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 100 * len(words)
+
+
+@pytest.mark.parametrize("api", ["completions", "chat"])
+@pytest.mark.parametrize("token", [-1, FIRST_IMAGE_TOKEN, 1 << 32])
+async def test_ids_that_no_vocabulary_has_are_refused(api: str, token: int) -> None:
+    """The larger ones would name the content of images."""
+    ids = [1, token, 2]
+    sent: dict[str, Any] = {"prompt": ids}
+    if api == "chat":
+        sent = conversation("chat", {"role": "user", "content": "x"})
+        sent["nvext"] = {"token_data": ids}
+    with pytest.raises(InvalidRequest):
+        await prepared(request_of(api, sent))

@@ -3,7 +3,6 @@
 import asyncio
 import codecs
 import logging
-from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -23,7 +22,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 LARGE = 128 << 10  # bytes from which stored items are handled in a thread
 JSON = "application/json"
-_READ: deque[bytes] = deque(maxlen=0)  # shared; each body's own takes 0.6 KiB until the answer ends
 
 
 async def read_body(
@@ -51,8 +49,6 @@ async def read_body(
     else:
         await invite(http)
         body = await _receive(http.content, limit, timeout_s)
-    if http.content.at_eof():
-        http.content._buffer = _READ
     if len(body) > limit:
         raise too_large(limit)
     if coding is not None:

@@ -17,7 +17,7 @@ from kvmesh.frontend.tokenizer.prefix_cache import (
     text_pieces,
 )
 from kvmesh.frontend.tokenizer.text_slices import check_runs
-from kvmesh.hashing import TOKEN_BYTES
+from kvmesh.hashing import FIRST_IMAGE_TOKEN, TOKEN_BYTES
 
 LONG_TEXT = 8192
 STEP_BYTES = 64 << 10  # of packed tokens, after which others have their turn
@@ -142,7 +142,6 @@ def _shared_key(request: GenerateRequest) -> tuple[str, int]:
 
 
 def _pack(ids: list[int], field: str) -> bytes:
-    try:
-        return array("I", ids).tobytes()
-    except OverflowError as error:
-        raise InvalidRequest("A token id is negative or too large.", field) from error
+    if not 0 <= min(ids) <= max(ids) < FIRST_IMAGE_TOKEN:
+        raise InvalidRequest("A token id is negative or too large.", field)
+    return array("I", ids).tobytes()
