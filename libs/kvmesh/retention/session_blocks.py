@@ -80,6 +80,10 @@ class _Prompt(Generic[K]):
     def agent(self) -> int:
         return self.conversation >> AGENT_BITS
 
+    def is_of(self, session: str | None, conversation: int | None) -> bool:
+        """True for a prompt of a session, and of one conversation of it unless that is None."""
+        return self.session == session and conversation in (None, self.conversation)
+
 
 class _Session(Generic[K]):
     """The live prompts of a session, most recently used last.
@@ -303,32 +307,33 @@ class SessionBlocks(Generic[K]):
         others = self._by_root.get(prompt[0]) if prompt else None
         if others is None:
             return 0
-        return self._shared(others.items(), prompt, except_session, except_conversation)
+        return self._shared(others, len(others), prompt, except_session, except_conversation)
 
     def _shared(
         self,
-        others: Iterable[tuple[_Prompt[K], K | None]],
+        others: dict[_Prompt[K], K | None],
+        latest: int,
         prompt: Sequence[K],
         except_session: str | None,
         except_conversation: int | None = None,
     ) -> int:
-        """Count the leading blocks that some of others share, which begin with the same block.
+        """Count the leading blocks that the latest others share, which begin with the same block.
 
         Each comes with its second block, by which most are told apart.
         """
         found, end = 0, len(prompt)
         second = prompt[1] if end > 1 else None
-        for other, their_second in others:
-            if found and their_second is not None and their_second != second:
+        seconds = islice(reversed(others.items()), latest)
+        for other in [each for each, theirs in seconds if theirs == second or theirs is None]:
+            blocks = other.blocks
+            if other.is_of(except_session, except_conversation):
                 continue
-            if other.session == except_session and (
-                except_conversation is None or other.conversation == except_conversation
-            ):
-                continue
-            theirs = other.blocks
-            if found < end and found < len(theirs) and theirs[found] == prompt[found]:
-                found = common_prefix(prompt, theirs)
-        return found
+            if found < end and found < len(blocks) and blocks[found] == prompt[found]:
+                found = common_prefix(prompt, blocks)
+        if found:
+            return found
+        known = islice(reversed(others), latest)
+        return int(any(not each.is_of(except_session, except_conversation) for each in known))
 
     def release(self, sessions: Iterable[str]) -> list[PromptTail[K]]:
         """Forget sessions; return the tails that no other session uses. Ignores unknown ones.
@@ -361,8 +366,7 @@ class SessionBlocks(Generic[K]):
     def _common(self, session: str, prompt: Sequence[K]) -> int:
         """Count the leading blocks that another session uses, or one released lately used."""
         prompts = self._by_root.get(prompt[0])
-        newest = islice(reversed(prompts.items()), MAX_COMPARED) if prompts is not None else ()
-        live = self._shared(newest, prompt, session)
+        live = self._shared(prompts, MAX_COMPARED, prompt, session) if prompts is not None else 0
         released = self._released.get(prompt[0])
         return live if released is None else max(live, common_prefix(released.blocks, prompt))
 

@@ -59,6 +59,7 @@ class ReturnCurves:
         self._queues: list[deque[Awaited]] = [deque() for _ in range(BINS - 1)]
         self._now = 0.0
         self._next = inf  # the first time at which a prompt is due in a queue
+        self._due = [inf] * len(self._queues)  # the same of each queue
         self._checked: list[deque[Awaited]] = [deque(maxlen=MAX_CHECKED) for _ in CHECKED_BINS]
         self.calibrations = [Calibration(AGE_ENDS[bin_]) for bin_ in CHECKED_BINS]
 
@@ -79,8 +80,7 @@ class ReturnCurves:
         expected = tuple([share_returned(rates, AGE_ENDS[bin_]) for bin_ in CHECKED_BINS])
         awaited = Awaited(now, tables, expected)
         start_all(tables, now, share_returned(rates, AGE_ENDS[-2]))
-        self._queues[0].append(awaited)
-        self._next = min(self._next, now + AGE_ENDS[0])
+        self._append(0, awaited)
         for checked in self._checked:
             checked.append(awaited)
         return awaited
@@ -103,12 +103,9 @@ class ReturnCurves:
         self._now = now = max(now, self._now)
         if now < self._next:
             return now
-        for bin_, queue in enumerate(self._queues):
-            end_s = AGE_ENDS[bin_]
-            while queue and (queue[0].over or queue[0].since + end_s <= now):
-                awaited = queue.popleft()
-                if not awaited.over:
-                    self._grow_older(awaited, bin_, awaited.since + end_s)
+        for bin_ in range(len(self._queues)):  # one may become due by the one before it
+            if self._due[bin_] <= now:
+                self._empty(bin_, now)
         for number, calibration in enumerate(self.calibrations):
             checked = self._checked[number]
             while checked and checked[0].since + calibration.within_s + LATE_S <= now:
@@ -117,12 +114,31 @@ class ReturnCurves:
                 if awaited.returned_at < inf or not awaited.over:
                     calibration.expected += awaited.expected[number]
                     calibration.observed += awaited.returned_at < end
-        due = [queue[0].since + AGE_ENDS[bin_] for bin_, queue in enumerate(self._queues) if queue]
+        self._next = min(self._due)
         for calibration, checked in zip(self.calibrations, self._checked, strict=True):
             if checked:
-                due.append(checked[0].since + calibration.within_s + LATE_S)
-        self._next = min(due, default=inf)
+                self._next = min(self._next, checked[0].since + calibration.within_s + LATE_S)
         return now
+
+    def _empty(self, bin_: int, now: float) -> None:
+        """Let the due prompts of a queue grow older."""
+        queue, end_s = self._queues[bin_], AGE_ENDS[bin_]
+        while queue and (queue[0].over or queue[0].since + end_s <= now):
+            awaited = queue.popleft()
+            if not awaited.over:
+                grow_older(awaited.tables, bin_, awaited.since + end_s)
+                awaited.bin = bin_ + 1
+                if awaited.bin < len(self._queues):
+                    self._append(awaited.bin, awaited)
+        self._due[bin_] = queue[0].since + end_s if queue else inf
+
+    def _append(self, bin_: int, awaited: Awaited) -> None:
+        """Let a prompt wait for the end of its bin of age."""
+        self._queues[bin_].append(awaited)
+        due = awaited.since + AGE_ENDS[bin_]
+        if due < self._due[bin_]:
+            self._due[bin_] = due
+            self._next = min(self._next, due)
 
     def summaries(self, limit: int = MAX_CLASSES) -> list[ClassSummary]:
         """The classes by what the session waits for, not by its history: those of most prompts."""
@@ -149,12 +165,6 @@ class ReturnCurves:
         else:
             self._tables.move_to_end(key)
         return table
-
-    def _grow_older(self, awaited: Awaited, bin_: int, at: float) -> None:
-        awaited.bin = bin_ + 1
-        grow_older(awaited.tables, bin_, at)
-        if bin_ + 1 < len(self._queues):
-            self._queues[bin_ + 1].append(awaited)
 
     def _leave(self, awaited: Awaited, now: float) -> list[LifeTable]:
         """Returns the tables that it leaves."""

@@ -133,7 +133,7 @@ class ReturnForecaster:
         self._sessions: OrderedDict[str, Turn] = OrderedDict()
         self._early: OrderedDict[str, Outcome] = OrderedDict()
         self._names = ClassNames()
-        self._tools = ReportedTools()
+        self.tools = ReportedTools()
         self._tenants = SeenTenants()
         self._unsent: OrderedDict[str, tuple[Turn, ReturnForecast]] = OrderedDict()
         self.curves = ReturnCurves()
@@ -277,7 +277,7 @@ class ReturnForecaster:
         if not event.session or not isfinite(event.time):
             return
         time = _earlier(max(event.time, now - MAX_DELAY_S), now)
-        self._tools.apply(replace(event, time=time) if time != event.time else event)
+        self.tools.apply(replace(event, time=time) if time != event.time else event)
         at, turn = self.curves.advance(time), self._sessions.get(event.session)
         if turn is None or not turn.waits_for_tools or turn.awaited is None or turn.awaited.over:
             return
@@ -292,7 +292,7 @@ class ReturnForecaster:
         turn = self._sessions.get(session)
         if turn is None or turn.awaited is None or turn.awaited.over or turn.rates is None:
             return None
-        end = self._tools.end(session, turn.placed) if turn.waits_for_tools else None
+        end = self.tools.end(session, turn.placed) if turn.waits_for_tools else None
         reported = None if end is None else share_within(due_rates(end - now), 0.0, seconds)
         age_s = max(now - turn.awaited.since, 0.0)
         return ReturnChance(share_within(turn.rates, age_s, seconds), reported)
@@ -352,7 +352,7 @@ class ReturnForecaster:
         if turn.awaited is None:
             return False
         by, several = "class" if self.shadow.forecasts_win else "", self._tenants.several(now)
-        end = self._tools.end(turn.session, turn.placed) if turn.session else None
+        end = self.tools.end(turn.session, turn.placed) if turn.session else None
         if end is not None and (by or not several):
             rates = due_rates(end - now)
             if several:

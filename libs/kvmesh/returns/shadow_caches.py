@@ -7,8 +7,8 @@ be sent while the second has more hits.
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 from math import inf
-from operator import attrgetter
 
 from kvmesh.returns.rates import AGE_ENDS, age_bin
 
@@ -18,21 +18,20 @@ LEAST_RETURNS = 30
 LONGEST_USE_S = 1800.0  # later, a use without an end counts as lost
 _HASHES = 1 << 64
 _IN_USE: Sequence[float] = ()
-_VALUE = attrgetter("value")
 
 
 class _Held:
     """Blocks of a conversation in both caches; without `values` it is in use.
 
-    `value` is the present one, which changes at `changes_at`.
+    `value` is the present one, which changes at `changes_at`. `used` is the number of its last use.
     """
 
-    __slots__ = ("by_recency", "by_value", "changes_at", "name", "since", "value", "values")
+    __slots__ = ("by_recency", "by_value", "changes_at", "name", "since", "used", "value", "values")
 
     def __init__(self, name: int) -> None:
         self.name = name
         self.by_recency = 0
-        self.by_value = 0
+        self.by_value = self.used = 0
         self.start(_IN_USE, 0.0)
 
     def start(self, values: Sequence[float], now: float) -> None:
@@ -68,6 +67,11 @@ class ShadowCaches:
         self._recent: OrderedDict[int, _Held] = OrderedDict()  # those that recency holds
         self._by_recency = 0
         self._by_value = 0
+        self._uses = 0
+        # Heaps of the held ones by value, then the earliest used, and by the change of their value:
+        # each with outdated entries
+        self._values: list[tuple[float, int, _Held]] = []
+        self._changes: list[tuple[float, int, _Held]] = []
 
     def __len__(self) -> int:
         """The conversations of the sample."""
@@ -90,10 +94,13 @@ class ShadowCaches:
         self._held.move_to_end(name)
         self._recent[name] = held
         self._recent.move_to_end(name)
+        self._uses += 1
+        held.used = self._uses
         held.start(_IN_USE, now)
         self._by_recency += blocks - held.by_recency
         self._by_value += blocks - held.by_value
         held.by_recency = held.by_value = blocks
+        self._order(held)
         self._evict(now)
         self._drop_empty(held)
         if len(self._held) > MAX_CONVERSATIONS:
@@ -104,6 +111,7 @@ class ShadowCaches:
         held = self._held.get(name)
         if held is not None:
             held.start(values, now)
+            self._order(held)
 
     def _count(self, held: _Held | None, shared: int) -> None:
         kept = 1.0 - 1.0 / MEMORY_RETURNS
@@ -124,18 +132,33 @@ class ShadowCaches:
             self._drop_empty(held)
         if self._by_value <= room:
             return
-        order = [held for held in self._held.values() if held.by_value]
-        for held in order:
-            if held.changes_at <= now:
+        due = []
+        while self._changes and self._changes[0][0] <= now:
+            due.append(heappop(self._changes))
+        for at, used, held in due:
+            if held.by_value and (held.changes_at, held.used) == (at, used):
                 held.grow_older(now)
+                self._order(held)
         while self._by_value > room:
-            held = min(order, key=_VALUE)
+            value, used, held = self._values[0]
+            if not held.by_value or (held.value, held.used) != (value, used):
+                heappop(self._values)
+                continue
             gone = min(held.by_value, int(self._by_value - room) + 1)
             held.by_value -= gone
             self._by_value -= gone
-            if not held.by_value:
-                order.remove(held)
-                self._drop_empty(held)
+            self._drop_empty(held)
+
+    def _order(self, held: _Held) -> None:
+        """Note the value of a held one and the time of its change."""
+        heappush(self._values, (held.value, held.used, held))
+        heappush(self._changes, (held.changes_at, held.used, held))
+        if len(self._values) + len(self._changes) > 16 * MAX_CONVERSATIONS:
+            valued = [held for held in self._held.values() if held.by_value]
+            self._values = [(each.value, each.used, each) for each in valued]
+            self._changes = [(each.changes_at, each.used, each) for each in valued]
+            heapify(self._values)
+            heapify(self._changes)
 
     def _drop_empty(self, held: _Held) -> None:
         if not held.by_recency:
@@ -150,3 +173,4 @@ class ShadowCaches:
             self._recent.pop(name, None)
             self._by_recency -= held.by_recency
             self._by_value -= held.by_value
+            held.by_value = 0

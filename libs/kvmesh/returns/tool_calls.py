@@ -34,17 +34,13 @@ class _OwnedCalls:
 class ReportedTools:
     """The latest tools of each session, and when each ends. Times are Unix times.
 
-    Beyond MAX_SESSIONS or MAX_KNOWN, the tenant with the most calls loses those of its oldest
-    session.
+    `known` are the calls of all sessions. Beyond MAX_SESSIONS or MAX_KNOWN, the tenant with the
+    most calls loses those of its oldest session.
     """
 
     def __init__(self) -> None:
         self._owned: dict[str, _OwnedCalls] = {}
-        self._known = self._sessions = 0
-
-    def __len__(self) -> int:
-        """The calls of all sessions."""
-        return self._known
+        self.known = self._sessions = 0
 
     def apply(self, event: ToolEvent) -> None:
         """Apply a report: an unknown end is infinite, that of an ended tool has passed."""
@@ -71,8 +67,8 @@ class ReportedTools:
             calls.popitem(last=False)
         elif known is None:
             owned.known += 1
-            self._known += 1
-        while self._known > MAX_KNOWN or self._sessions > MAX_SESSIONS:
+            self.known += 1
+        while self.known > MAX_KNOWN or self._sessions > MAX_SESSIONS:
             self._drop_most()
 
     def _drop_most(self) -> None:
@@ -80,7 +76,7 @@ class ReportedTools:
         owned = self._owned[most]
         dropped = len(owned.sessions.popitem(last=False)[1])
         owned.known -= dropped
-        self._known -= dropped
+        self.known -= dropped
         self._sessions -= 1
         if not owned.sessions:
             del self._owned[most]

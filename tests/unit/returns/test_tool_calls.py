@@ -71,7 +71,7 @@ def test_the_calls_of_all_sessions_are_bounded_together() -> None:
         session, call = str(number // MAX_CALLS), str(number % MAX_CALLS)
         calls.apply(ToolEvent(session=session, event="ended", time=1.0, call=call))
         calls.apply(ToolEvent(session=session, event="ended", time=1.0, call=call))
-    assert len(calls) == MAX_KNOWN
+    assert calls.known == MAX_KNOWN
     assert calls.end("0", 0.0) is None
     assert calls.end(str(sessions - 1), 0.0) == 1.0
 
@@ -113,5 +113,5 @@ def test_a_tenant_with_many_reports_drops_none_of_another() -> None:
     for number in range(MAX_KNOWN):
         name = f"evil\x1f{number // MAX_CALLS}"
         calls.apply(ToolEvent(session=name, event="ended", time=1.0, call=str(number)))
-    assert len(calls) <= MAX_KNOWN
+    assert calls.known <= MAX_KNOWN
     assert calls.end("victim\x1fs", 0.0) == 10.0

@@ -20,6 +20,7 @@ from kvmesh.bus.messages import (
     ToolEvent,
 )
 from kvmesh.returns.forecaster import ReturnChance
+from kvmesh.returns.tool_calls import ReportedTools
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.policies.active_agents import (
     MAX_AGENTS,
@@ -187,11 +188,22 @@ def test_by_reports_a_tenant_chooses_only_which_of_its_own_agents_rest(
     assert resting == [evil, "other\x1fx"]
 
 
+class ReportedReturns:
+    """A report says that every session is back at once."""
+
+    def __init__(self) -> None:
+        self.tools = ReportedTools()
+        self.tools.apply(ToolEvent(session="s", event="started", time=0.0, remaining_s=0.0))
+
+    def within(self, session: str, seconds: float, now: float) -> ReturnChance | None:
+        return ReturnChance(0.1, 1.0)
+
+
 def test_beside_other_tenants_a_report_keeps_no_place() -> None:
     _, policy = core()
     agents = policy.agents
     agents.break_even_s = 4.0
-    agents.returns_within = lambda session, seconds, now: ReturnChance(0.1, 1.0)
+    agents.returns = ReportedReturns()
     for tenant in ("evil", "other"):
         session = f"{tenant}\x1fs"
         hints = Hints(session=session, tenant=tenant)

@@ -132,6 +132,6 @@ def test_reports_reach_every_router() -> None:
     for replica in simulation.routers.replicas:
         forecaster = replica.core.learning.returns
         assert forecaster is not None
-        end = forecaster._tools.end("a", since=0.0)
+        end = forecaster.tools.end("a", since=0.0)
         assert end is not None
         assert end <= simulation.clock.now + replica.core.epoch

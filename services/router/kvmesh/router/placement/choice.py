@@ -14,7 +14,7 @@ from kvmesh.router.policies.base import Policy
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice, to_wire
 from kvmesh.router.scoring.overlaps import Overlaps, gather
 from kvmesh.router.state.active_sequences import ActiveSequences
-from kvmesh.router.state.arrays import Floats, Slots
+from kvmesh.router.state.arrays import Floats, Slots, highest
 from kvmesh.router.state.predicted_prefixes import PredictedPrefixes
 from kvmesh.router.state.rank_speeds import RankSpeeds
 from kvmesh.router.state.rank_table import RankTable, Serves
@@ -208,8 +208,8 @@ class RankChoice:
 
 def _deepest(shared: Floats, predicted: Floats | None) -> float:
     """The most leading blocks of one rank, among those of active and of predicted requests."""
-    deepest = float(shared.max(initial=0.0))
-    return deepest if predicted is None else max(deepest, float(predicted.max(initial=0.0)))
+    deepest = highest(shared)
+    return deepest if predicted is None else max(deepest, highest(predicted))
 
 
 def _check(request: RouteRequest, block_size: int) -> None:

@@ -79,7 +79,7 @@ class RouterLearning:
         found: dict[str, list[ReturnForecast]] = {}
         if self.returns is None:
             return found
-        self.returns.set_capacity(int(self._table.total_blocks.sum()))
+        self.returns.set_capacity(int(self._table.memory))
         cards = self._table.cards
         for instance, forecast in self.returns.take_forecasts(time):
             if instance in cards:

@@ -25,7 +25,7 @@ from kvmesh.bus.messages import (
     prefill_part,
     prefilled_request,
 )
-from kvmesh.returns.forecaster import ReturnChance
+from kvmesh.returns.forecaster import ReturnChance, ReturnForecaster
 from kvmesh.router.placement.adapter_loads import AdapterLoads
 from kvmesh.router.placement.choice import RankChoice
 from kvmesh.router.placement.learning import RouterLearning
@@ -72,8 +72,9 @@ class RouterCore:
             settings, self.table, self.active, self._predicted, self.speeds, self.policies
         )
         self.learning = RouterLearning(settings, router, self.table, self.speeds)
-        within = self._returns_within if self.learning.returns is not None else None
-        self.policies.default.follow(within, self.speeds)
+        forecaster = self.learning.returns
+        returns = None if forecaster is None else _Returns(self, forecaster)
+        self.policies.default.follow(returns, self.speeds)
 
     # inputs
 
@@ -166,10 +167,6 @@ class RouterCore:
     def take_forecasts(self, now: float) -> dict[str, list[ReturnForecast]]:
         """The forecasts of returns to send, by the instance that expects them."""
         return self.learning.take_forecasts(now + self.epoch)
-
-    def _returns_within(self, session: str, seconds: float, now: float) -> ReturnChance | None:
-        assert self.learning.returns is not None
-        return self.learning.returns.returns_within(session, seconds, now + self.epoch)
 
     def expire(self, now: float) -> list[str]:
         """Drop expired state; call about once a second. Returns the requests given up as lost."""
@@ -330,3 +327,15 @@ class RouterCore:
         if decision.prefetch is not None or of_class(decision.hints, self._batch_classes):
             return BATCH_PRIORITY
         return decision.hints.priority
+
+
+class _Returns:
+    """A router's forecasts, at the times of its policies."""
+
+    def __init__(self, core: RouterCore, forecaster: ReturnForecaster) -> None:
+        self._core = core
+        self._forecaster = forecaster
+        self.tools = forecaster.tools
+
+    def within(self, session: str, seconds: float, now: float) -> ReturnChance | None:
+        return self._forecaster.returns_within(session, seconds, now + self._core.epoch)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvmesh.bus.messages import Decision, Outcome, RouteRequest, session_owner
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.returns.forecaster import ReturnChance
-from kvmesh.router.policies.base import ReturnsWithin
+from kvmesh.router.policies.base import Returns
 from kvmesh.router.state.fair_classes import fair_class, main_class
 from kvmesh.router.state.prefix_tree import PrefixNode, PrefixTree
 from kvmesh.router.state.rank_speeds import RankSpeeds
@@ -97,7 +97,7 @@ class ActiveAgents:
 
     def __init__(self) -> None:
         self.table: RankTable | None = None
-        self.returns_within: ReturnsWithin | None = None
+        self.returns: Returns | None = None
         self.speeds: RankSpeeds | None = None
         self.break_even_s = BREAK_EVEN_S
         self.several_tenants = False
@@ -296,9 +296,10 @@ class ActiveAgents:
         """
         if agent.running or agent.admitted:
             return 1.0
-        reported = None if self.several_tenants else self._returns(session, now).reported
-        if reported is not None:
-            return reported
+        if not self.several_tenants and self.returns is not None and self.returns.tools.known:
+            reported = self._returns(session, now).reported
+            if reported is not None:
+                return reported
         return exp(-max(now - agent.ended, 0.0) / self.break_even_s)
 
     def expected_soon(self, session: str, agent: AgentState, now: float) -> ReturnChance:
@@ -306,9 +307,9 @@ class ActiveAgents:
         return CERTAIN if agent.running or agent.admitted else self._returns(session, now)
 
     def _returns(self, session: str, now: float) -> ReturnChance:
-        within = self.returns_within
-        chance = within(session, self.break_even_s, now) if within is not None else None
-        return chance or UNKNOWN
+        if self.returns is None:
+            return UNKNOWN
+        return self.returns.within(session, self.break_even_s, now) or UNKNOWN
 
     def capacities(self) -> dict[RankId, float]:
         """The memory in tokens of each rank that decodes, where known."""

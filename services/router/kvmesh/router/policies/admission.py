@@ -14,7 +14,7 @@ from kvmesh.bus.messages import Decision, Outcome, RouteRequest
 from kvmesh.returns.forecaster import ReturnChance
 from kvmesh.router.policies.active_agents import ActiveAgents, AgentState, RankId
 from kvmesh.router.policies.agent_window import AgentWindow
-from kvmesh.router.policies.base import Kv, ReturnsWithin
+from kvmesh.router.policies.base import Kv, Returns
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
 from kvmesh.router.scoring.cost import CostModel
 from kvmesh.router.state.rank_speeds import RankSpeeds
@@ -60,8 +60,8 @@ class AgentAdmission(Kv):
     def history_s(self) -> float:
         return HISTORY_S
 
-    def follow(self, within: ReturnsWithin | None, speeds: RankSpeeds) -> None:
-        self.agents.returns_within, self.agents.speeds = within, speeds
+    def follow(self, returns: Returns | None, speeds: RankSpeeds) -> None:
+        self.agents.returns, self.agents.speeds = returns, speeds
 
     @property
     def active(self) -> int:

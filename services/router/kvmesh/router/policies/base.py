@@ -1,19 +1,28 @@
 """Base class of policies and the simple ones. Policies are pure: time and rng are passed in."""
 
-from collections.abc import Callable
 from math import isfinite
 from random import Random
+from typing import Protocol
 
 import numpy as np
 
 from kvmesh.bus.messages import Decision, Outcome, RouteRequest
 from kvmesh.returns.forecaster import ReturnChance
+from kvmesh.returns.tool_calls import ReportedTools
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
 from kvmesh.router.scoring.cost import CostModel, pick
 from kvmesh.router.state.rank_speeds import RankSpeeds
 
-# session, seconds, now: the probability that it is back within that time; None if unknown
-ReturnsWithin = Callable[[str, float, float], ReturnChance | None]
+
+class Returns(Protocol):
+    """Forecasts of the returns of sessions; `tools` are those that harnesses have reported."""
+
+    @property
+    def tools(self) -> ReportedTools: ...
+
+    def within(self, session: str, seconds: float, now: float) -> ReturnChance | None:
+        """The probability that a session is back within that time; None if unknown."""
+        ...
 
 
 class Policy:
@@ -42,7 +51,7 @@ class Policy:
     def on_freed(self, request: str, now: float) -> None:
         """A request ended or was given up; its outcome arrives before, after or never."""
 
-    def follow(self, within: ReturnsWithin | None, speeds: RankSpeeds) -> None:
+    def follow(self, returns: Returns | None, speeds: RankSpeeds) -> None:
         """Called at start with the router's forecasts of returns, if it learns them, and speeds."""
 
     def admits(self, request: RouteRequest, now: float) -> bool:

@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from kvmesh.bus.messages import Candidate, Elsewhere, PossibleHits, RankKey
 from kvmesh.router.scoring.candidates import Candidates
 from kvmesh.router.scoring.overlaps import TIERS
+from kvmesh.router.state.arrays import highest
 from kvmesh.router.state.rank_table import ROLES, RankTable, Serves
 
 COLUMNS = 1 + TIERS
@@ -22,12 +23,12 @@ def possible_hits(candidates: Candidates, chosen: Candidate, serves: Serves) -> 
         return None
     rows = np.frombuffer(overlaps.rows, "<u4").reshape(-1, COLUMNS)
     totals = rows[:, 1:].dot(_ALL)  # faster than a sum of few columns
-    held = int(totals.max(initial=0))
+    held = int(highest(totals))
     expected = sum(chosen.overlap)
     own = expected
     if candidates.running and own:
         ours = _are_of(chosen, overlaps.ranks, candidates.table)[rows[:, 0]]
-        own = min(own, int(totals[ours].max(initial=0)))
+        own = min(own, int(highest(totals[ours])))
     elsewhere = None
     if held > own:
         key = overlaps.ranks[int(rows[totals.argmax(), 0])]

@@ -89,6 +89,7 @@ class RankTable:
     - `held_tokens`: the part of `prefill_tokens` that this router holds back from the engine;
     - `usable_blocks`: blocks that requests may use (inf: unknown), `min_usable_blocks` the least.
 
+    `memory` are the KV blocks of all ranks.
     `decode_s` is the mean time from the first token of a request to its end, each weighted by the
     blocks that its end frees (0: unknown).
     `loads_measured` is set once some `load_ratio` is known. `cells` is scalar access to all but the
@@ -131,7 +132,7 @@ class RankTable:
         self.block_size = 0
         self.loads_measured = False
         self._decode_block_s = self._freed_blocks = 0.0
-        self._memory = 0.0
+        self.memory = 0.0
         self._set_columns(np.zeros((len(COLUMNS), 16)))
 
     # membership
@@ -227,7 +228,7 @@ class RankTable:
             self.cells.total_blocks[slot] = blocks
             self.usable_blocks[slot] = USABLE_SHARE * blocks if blocks else inf
             self.min_usable_blocks = float(self.usable_blocks.min())
-            self._memory = float(self.total_blocks.sum())
+            self.memory = float(self.total_blocks.sum())
 
     def set_load_ratio(self, slot: int, ratio: float) -> None:
         """Set a rank's time to load a block over its time to compute it (0: unknown)."""
@@ -236,7 +237,7 @@ class RankTable:
 
     def record_prompt(self, slot: int, blocks: float) -> None:
         """Record that a prompt of `blocks` blocks was placed on a rank."""
-        memory = RECENT_MEMORIES * (self._memory or UNKNOWN_MEMORY)
+        memory = RECENT_MEMORIES * (self.memory or UNKNOWN_MEMORY)
         self.recent_blocks *= memory / (memory + blocks)
         self.cells.recent_blocks[slot] += blocks
 

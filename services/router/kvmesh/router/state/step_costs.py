@@ -18,6 +18,7 @@ _KINDS = 6  # of work
 _ROUNDS = 2  # of the first comparison
 _STEPS = 40
 _TINY = 1e-12
+_LEAST = np.array(_TINY)  # as an array, which NumPy compares faster
 
 
 # Columns of an array of windows, each of which is a short time of one rank: its end; its steps,
@@ -85,8 +86,12 @@ class StepCosts:
         self._goal = kept * self._goal + relative.sum(0)
         guess = self._goal / np.maximum(self._gram.sum(1), _TINY)
         costs = (REOPENED * guess + (1 - REOPENED) * self.seconds) if kept else guess
+        explained = np.empty(_KINDS)
         for _ in range(_STEPS):
-            costs = costs * self._goal / np.maximum(self._gram @ costs, _TINY)
+            np.dot(self._gram, costs, out=explained)
+            np.maximum(explained, _LEAST, out=explained)
+            costs *= self._goal
+            costs /= explained
         self.seconds = costs
 
 

@@ -13,7 +13,15 @@ from math import inf
 
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import Decision, Refused, RouteRequest, SeqAdd, SeqEvent, SeqFree
+from kvmesh.bus.messages import (
+    Decision,
+    Refused,
+    RouteRequest,
+    SeqAdd,
+    SeqEvent,
+    SeqFree,
+    SeqProgress,
+)
 from kvmesh.router.errors import NoWorkers, RouteError, RouterOverloaded
 from kvmesh.router.placement.adapter_loads import AdapterLoad
 from kvmesh.router.placement.failure_log import FailureLog
@@ -137,6 +145,9 @@ class PlacementQueue:
 
     def apply(self, event: SeqEvent, now: float, own: bool = False) -> None:
         """Apply an event of the active-sequence stream; `own`: this router has published it."""
+        if type(event) is SeqProgress:  # no wait depends on it
+            self.core.apply(event, now)
+            return
         if type(event) is SeqFree:
             if own and any(event.request in wait for wait in self._waits):
                 self._end_earlier(event, now)
