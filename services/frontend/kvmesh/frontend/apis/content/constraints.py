@@ -12,7 +12,7 @@ from kvmesh.frontend.apis.base import as_json, missing
 from kvmesh.frontend.errors import InvalidRequest
 
 MAX_ALTERNATIVES = 1 << 12
-_SPELLED = (  # fields of `ConstraintBody`, and the fields of `StructuredOutputs` that they mean
+_SPELLED = (  # fields of `ConstraintBody`, and the fields of `StructuredOutputsBody` that they mean
     ("guided_json", "json"),
     ("json_schema", "json"),
     ("guided_regex", "regex"),
@@ -37,7 +37,7 @@ class ResponseFormat(Struct):
     schema: Any = None  # of other servers, beside `json_object`
 
 
-class StructuredOutputs(Struct):
+class StructuredOutputsBody(Struct):
     """vLLM's, but for `structural_tag` and the options of its backends."""
 
     json: dict[str, Any] | str | None = None
@@ -52,7 +52,7 @@ class ConstraintBody(Struct, kw_only=True):
     """Fields of completions and chat completions that constrain the answer."""
 
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputsBody | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -101,7 +101,7 @@ def formatted(form: ResponseFormat | None) -> Guided | None:
     raise InvalidRequest(f"Unknown type `{form.type}`.", "response_format.type")
 
 
-def structured(outputs: StructuredOutputs | None) -> list[tuple[str, Guided]]:
+def structured(outputs: StructuredOutputsBody | None) -> list[tuple[str, Guided]]:
     """The constraints of vLLM's field, with their names. Raises InvalidRequest."""
     if outputs is None:
         return []

@@ -28,7 +28,7 @@ from kvmesh.frontend.apis.chat.body import (
     MAX_TOOLS,
 )
 from kvmesh.frontend.apis.content.compaction import opened_summary
-from kvmesh.frontend.apis.content.constraints import StructuredOutputs, only, structured
+from kvmesh.frontend.apis.content.constraints import StructuredOutputsBody, only, structured
 from kvmesh.frontend.apis.content.parts import Content, answer_blocks, content_blocks
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.content.tagged import Foreign, Reading
@@ -148,7 +148,7 @@ class ResponsesBody(Struct, kw_only=True):
     conversation: str | ConversationParam | None = None
     prompt: Any = None
     response_format: Any = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputsBody | None = None
     stop: Any = None
     nvext: Nvext | None = None
 
