@@ -92,6 +92,7 @@ async def test_a_stream_with_other_subjects_is_named_and_not_made_again_as_it_wa
         (False, {"no_ack": True}, "acknowledges nothing: set no_ack to false"),
         (True, {"no_ack": True}, "acknowledges nothing: set no_ack to false"),
         (False, {"max_msg_size": 8}, "refuses messages of more than 8 bytes: set max_msg_size"),
+        (True, {"max_age": 600.0}, "drops its entries after 600 s: set max_age to 0"),
         (True, {"max_msgs": 3}, "stores at most 3 entries: set max_msgs to -1"),
         (False, {"sealed": True}, "is sealed, and stores nothing: delete it"),
         (

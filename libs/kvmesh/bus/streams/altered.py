@@ -10,6 +10,11 @@ from kvmesh.bus.subjects import ROOT
 
 MIN_MESSAGE = 1 << 20  # bytes that a stream has to accept
 REMAKE = "delete it, and it is made anew"
+SECOND = 1_000_000_000  # nanoseconds, in which the server gives times
+# The ends of the names of buckets whose entries stay until the mesh removes them.
+PERMANENT = frozenset(
+    ["catalog", "keys", "kvbm", "modelstore", "plan", "router", "secrets", "weights"]
+)
 
 
 class FoundStream(Struct):
@@ -19,6 +24,7 @@ class FoundStream(Struct):
     subjects: list[str] | None = None
     retention: str = "limits"
     discard: str = "old"
+    max_age: int = 0  # ns
     max_msgs: int = -1
     max_msg_size: int = -1
     sealed: bool = False
@@ -29,6 +35,10 @@ class FoundStream(Struct):
     @property
     def is_bucket(self) -> bool:
         return self.name.startswith(("KV_", "OBJ_"))
+
+    @property
+    def is_permanent(self) -> bool:
+        return self.is_bucket and self.name.rpartition("-")[2] in PERMANENT
 
     @property
     def needed_subject(self) -> str:
@@ -68,6 +78,8 @@ def harm(has: FoundStream) -> Iterator[str]:
         yield "stores messages on other subjects: remove subject_transform"
     if 0 < has.max_msg_size < MIN_MESSAGE:
         yield f"refuses messages of more than {has.max_msg_size} bytes: set max_msg_size to -1"
+    if has.max_age > 0 and has.is_permanent:
+        yield f"drops its entries after {has.max_age / SECOND:.15g} s: set max_age to 0"
     if has.max_msgs > 0 and has.is_bucket:
         yield f"stores at most {has.max_msgs} entries: set max_msgs to -1"
     if has.discard == "new" and not has.is_bucket:
