@@ -366,6 +366,24 @@ async def test_a_lease_joins_changes_and_leaves(bus: Bus, limits: StreamLimits) 
     await directory.close()
 
 
+async def test_a_process_joins_once_the_bucket_has_room(
+    bus: Bus, limits: StreamLimits, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = f"KV_{bus.subjects.instances_bucket}"
+    before = (await bus.js.stream_info(stream)).config
+    await bus.js.update_stream(before.evolve(max_bytes=100))
+    lease = Lease(bus, card("w"), limits)
+    joining = asyncio.create_task(lease.open())
+    await eventually(lambda: "waiting for room" in caplog.text)
+    assert f"stream {stream} is full, raise its max_bytes" in caplog.text
+    assert not joining.done()
+    await bus.js.update_stream(before)
+    await joining
+    assert lease.held
+    assert caplog.text.count("waiting for room") == 1
+    await lease.close()
+
+
 async def test_a_card_that_changes_while_its_process_joins_is_stored(
     bus: Bus, limits: StreamLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ import msgspec
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.cards import DATED, RECORD, RECORD_TTL_S
-from kvmesh.bus.errors import BusError, Conflict, JetStreamError, NotFound, cause
+from kvmesh.bus.errors import BusError, Conflict, JetStreamError, NotFound, StorageFull, cause
 from kvmesh.bus.faults import REFUSED
 from kvmesh.bus.messages import Instance, encode
 from kvmesh.bus.promptness import LATE_S
@@ -102,15 +102,26 @@ class Lease:
 
     async def open(self) -> None:
         """Join. `started` of the card becomes the server's time: the later of two instances counts,
-        and the clocks of their machines may differ.
+        and the clocks of their machines may differ. Waits while the bucket is full.
         """
         await self._duration.refresh()
-        await self._renew()
+        await self._enter()
         await self._start_anew()
         self._bus.faults.observe(self._on_faults)
         self._bus.on_reconnect.append(self._due_now.set)
         self._keeper.restore(self._restorer, self._restore)
         self._task = asyncio.create_task(self._renew_until_closed(), name="lease")
+
+    async def _enter(self) -> None:
+        told = False
+        while True:
+            try:
+                return await self._renew()
+            except StorageFull as error:
+                if not told:
+                    log.warning("cannot join the mesh yet, waiting for room: %s", cause(error))
+                told = True
+                await asyncio.sleep(RETRY_S)
 
     def _on_faults(self, kind: str, _: Mapping[str, str]) -> None:
         if kind == REFUSED:
