@@ -35,8 +35,6 @@ class Connection(web.RequestHandler):
     traceback.
     """
 
-    __slots__ = ()
-
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._messages = _Queue()  # type: ignore[assignment]

@@ -87,8 +87,6 @@ class ChunkExtras:
     with choices. With `continuous_usage_stats` each chunk has the usage so far.
     """
 
-    __slots__ = ("_continuous", "_ended", "_late", "_so_far", "_worker", "include_usage", "pending")
-
     def __init__(self, request: GenerateRequest, options: StreamOptions | None) -> None:
         self.include_usage = bool(options and options.include_usage)
         self._continuous = bool(options and options.continuous_usage_stats)

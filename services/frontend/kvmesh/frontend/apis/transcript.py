@@ -59,8 +59,6 @@ class TranscriptPart:
 class Transcript:
     """The parts of one choice."""
 
-    __slots__ = ("parts",)
-
     def __init__(self) -> None:
         self.parts: list[TranscriptPart] = []
 

@@ -10,7 +10,7 @@ from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, PromptToken
 from kvmesh.tracing.span import NO_SPAN, TraceSpan
 
 
-@dataclass(slots=True)
+@dataclass
 class DispatchState:
     """State of one sequence's dispatch; only the dispatcher changes it.
 
@@ -43,7 +43,7 @@ class DispatchState:
     migration: TraceSpan = NO_SPAN
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class SequenceTask:
     """One choice's sequence to generate; `consumer` is called when `stream` has new tokens."""
 

@@ -38,8 +38,6 @@ class UsageCounter:
     `diagnose` returns the diagnosis of the cache, if the request asks for it.
     """
 
-    __slots__ = ("_diagnose", "_pipelines", "_prepared", "_streams")
-
     def __init__(
         self,
         prepared: PreparedRequest,
@@ -81,8 +79,6 @@ class UsageCounter:
 class Opening:
     """The frame before the first events of an answer, once."""
 
-    __slots__ = ("_counter", "_renderer", "_sent")
-
     def __init__(self, renderer: Renderer, counter: UsageCounter) -> None:
         self._renderer = renderer
         self._counter = counter
@@ -121,8 +117,6 @@ class _Prompt:
     Its choices refer to it, and not to the request, which would be a cycle.
     """
 
-    __slots__ = ("_events", "_metrics", "_model", "_waits")
-
     def __init__(self, events: SequenceEventPublisher, prepared: PreparedRequest) -> None:
         self._events = events
         self._model = prepared.model.card.name
@@ -151,23 +145,6 @@ class ActiveRequest:
     Frames go to the sink as tokens arrive, without a task per token. Leaving the context frees
     everything that still runs.
     """
-
-    __slots__ = (
-        "_account",
-        "_choices",
-        "_counter",
-        "_dispatching",
-        "_is_dispatched",
-        "_pipelines",
-        "_prompt",
-        "_runner",
-        "_sink",
-        "_summary",
-        "prepared",
-        "started",
-        "tasks",
-        "transcript",
-    )
 
     def __init__(
         self,

@@ -59,8 +59,6 @@ class _Awaited(NamedTuple):
 class AnswerCalls:
     """The tool calls of one answer, as its events report them; bounded."""
 
-    __slots__ = ("_calls", "_room")
-
     def __init__(self) -> None:
         self._calls: list[tuple[ToolCallStart, list[str]]] = []
         self._room = MAX_ARGUMENTS

@@ -61,25 +61,6 @@ class Choice:
     exceed its `budget`, tokens are rendered whether or not the reader keeps up.
     """
 
-    __slots__ = (
-        "_budget",
-        "_held",
-        "_index",
-        "_logprobs",
-        "_on_prefilled",
-        "_opened",
-        "_opening",
-        "_pipeline",
-        "_prefilled",
-        "_rendered",
-        "_renderer",
-        "_sink",
-        "_stream",
-        "_transcript",
-        "calls",
-        "finished",
-    )
-
     def __init__(
         self,
         index: int,

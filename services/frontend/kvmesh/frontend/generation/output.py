@@ -84,21 +84,6 @@ class OutputPipeline:
     `reasoning_tokens` is the number of tokens with text of thinking.
     """
 
-    __slots__ = (
-        "_called",
-        "_detokenizer",
-        "_ends_early",
-        "_exempt",
-        "_one_call",
-        "_parser",
-        "_stops",
-        "_thinks",
-        "_undecided",
-        "began",
-        "complete",
-        "reasoning_tokens",
-    )
-
     def __init__(
         self,
         detokenizer: Detokenizer,

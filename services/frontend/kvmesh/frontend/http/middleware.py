@@ -41,22 +41,6 @@ class Caller:
     called once workers have a request that is not streamed.
     """
 
-    __slots__ = (
-        "_authenticator",
-        "_entry",
-        "_headers",
-        "account",
-        "active",
-        "failed",
-        "model",
-        "on_placed",
-        "outlived",
-        "request",
-        "shadows",
-        "started",
-        "tenant",
-    )
-
     def __init__(
         self,
         authenticator: Authenticator,

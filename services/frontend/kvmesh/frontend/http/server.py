@@ -18,8 +18,6 @@ BACKLOG = 4096  # connections that wait to be accepted: a late process resets no
 class ApiConnection(Connection):
     """A connection whose malformed requests are answered in the shape of the OpenAI API."""
 
-    __slots__ = ()
-
     def malformed(self, request: web.BaseRequest, reason: str) -> web.StreamResponse:
         response = error_response(
             openai.SHAPE, InvalidRequest(f"Malformed HTTP request: {reason}."), id_of(request)

@@ -35,8 +35,6 @@ class AnswerStream(ABC):
     `failed` is set if it ends with an error.
     """
 
-    __slots__ = ("_first", "_loop", "_transport", "blocked_since", "failed", "wrote_at")
-
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._first: list[bytes] | None = None  # frames that leave together as the first ones
@@ -104,8 +102,6 @@ class AnswerStream(ABC):
 
 class EventStream(AnswerStream):
     """Server-sent events: the response of one request."""
-
-    __slots__ = ("_chunked", "_http", "_response")
 
     def __init__(self, http: web.Request) -> None:
         super().__init__()

@@ -55,8 +55,6 @@ class ByteTable:
 class ByteDetokenizer:
     """Joins table entries and decodes UTF-8 incrementally."""
 
-    __slots__ = ("_decode", "_decoder", "_table")
-
     def __init__(self, table: ByteTable) -> None:
         self._table = table.table
         self._decoder = Utf8Decoder("replace")

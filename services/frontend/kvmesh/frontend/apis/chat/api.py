@@ -75,18 +75,6 @@ class ChatChoice:
     A stream has the number of its `calls` instead, and whether the last is one of a `custom` tool.
     """
 
-    __slots__ = (
-        "_written",
-        "calls",
-        "custom",
-        "finish",
-        "index",
-        "last",
-        "logprobs",
-        "text_head",
-        "transcript",
-    )
-
     def __init__(self, index: int, common: bytes) -> None:
         self.index = index
         self.text_head = b'data: %b,"choices":[{"index":%d,"delta":%b' % (common, index, _CONTENT)
@@ -115,8 +103,6 @@ class ChatChoice:
 
 class ChatAnswer:
     """Renders chunks and the whole completion."""
-
-    __slots__ = ("_choices", "_chunk_common", "_extras", "_stream", "_with_logprobs")
 
     def __init__(self, request: GenerateRequest, created: int, extras: openai.ChunkExtras) -> None:
         self._stream = request.stream

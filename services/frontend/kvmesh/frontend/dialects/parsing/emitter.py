@@ -30,24 +30,6 @@ class Emitter:
     with nothing between them.
     """
 
-    __slots__ = (
-        "_after",
-        "_arguments",
-        "_attempt_chars",
-        "_eager",
-        "_events",
-        "_kind",
-        "_name",
-        "_new_id",
-        "_parts",
-        "_source",
-        "_space",
-        "_started",
-        "_tools",
-        "_trim_start",
-        "has_text",
-    )
-
     def __init__(
         self, source: OutputSource, tools: list[Tool], eager: bool, new_id: Callable[[], str]
     ) -> None:

@@ -66,8 +66,6 @@ def marker_set(markers: tuple[str, ...]) -> MarkerSet:
 class OutputSource:
     """The unread text of one output; `closed` at its end."""
 
-    __slots__ = ("_marked", "closed", "pos", "text")
-
     def __init__(self) -> None:
         self.text = ""
         self.pos = 0

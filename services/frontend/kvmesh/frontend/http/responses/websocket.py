@@ -42,8 +42,6 @@ PING = b"\x89\x00"  # of RFC 6455: what keeps a connection alive without being a
 class LaneStream(AnswerStream):
     """Writes the events of an answer to a connection, whose buffer all its lanes share."""
 
-    __slots__ = ("_frames", "_http", "_lane")
-
     def __init__(self, http: web.Request, frames: Frames, lane: str) -> None:
         super().__init__()
         self._http = http
