@@ -84,6 +84,7 @@ def test_a_field_without_a_constraint_leaves_the_answer_free(api: str) -> None:
             "regex",
         ),
         ("chat", {"structured_outputs": {"choice": []}}, "choice"),
+        ("chat", {"guided_choice": []}, "guided_choice"),
         ("chat", {"guided_choice": ["a", ""]}, "guided_choice"),
         ("chat", {"guided_json": "not JSON"}, "guided_json"),
         ("chat", {"guided_json": "[1]"}, "guided_json"),

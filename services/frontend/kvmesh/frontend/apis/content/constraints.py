@@ -23,6 +23,7 @@ _SPELLED = (  # fields of `ConstraintBody`, and the fields of `StructuredOutputs
     ("ebnf", "grammar"),
 )
 _spelled = attrgetter(*(name for name, _ in _SPELLED))
+_NONE = (None,) * len(_SPELLED)
 
 
 class JsonSchema(Struct):
@@ -69,8 +70,7 @@ def constraint(body: ConstraintBody) -> Guided | None:
     if (form := formatted(body.response_format)) is not None:
         given.append(("response_format", form))
     given += structured(body.structured_outputs)
-    values = _spelled(body)
-    if any(values):
+    if (values := _spelled(body)) != _NONE:
         given += _read((*each, value) for each, value in zip(_SPELLED, values, strict=True))
     return only(given)
 
