@@ -6,6 +6,7 @@ import socket
 from math import inf
 from typing import Any
 
+import psutil
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.platforms import current_platform
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 PLUGIN = "kvmesh"
 AOT = "VLLM_USE_AOT_COMPILE"
 CPU_BLOCK = 32  # tokens
+CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+SIZES = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
 LAZY = f"{offloading.LAZY} follows vLLM's own order of eviction: not with vllm.retention"
 
 
@@ -84,6 +87,8 @@ def create(context: EngineContext) -> "VllmEngine":
     if on_cpu:  # what it compiles ahead of time there it cannot load, and compiles again
         os.environ.setdefault(AOT, "0")
         arguments["block_size"] = _cpu_block_size(arguments["block_size"])
+        if not (SIZES & arguments.keys() or os.environ.get(CPU_SPACE)):
+            arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes()
     arguments = lora_arguments(arguments, len(adapters), worker.max_adapters, on_cpu)
     engine = engine_type(
         arguments,
@@ -109,6 +114,17 @@ def _cpu_block_size(size: int) -> int:
     if possible != size:
         log.warning("vLLM on a CPU has no blocks of %d tokens: they have %d", size, possible)
     return possible
+
+
+def _cpu_cache_bytes() -> int:
+    """Half of the free memory: vLLM's 92 % leave none for other workers, or to try constraints."""
+    size = psutil.virtual_memory().available // 2
+    log.warning(
+        "vLLM's cache has %.1f GiB, half of the free memory; %s=GiB sets it",
+        size / (1 << 30),
+        CPU_SPACE,
+    )
+    return size
 
 
 def _configured_connectors(arguments: dict[str, Any]) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from vllm.v1.structured_output.request import get_structured_output_key
 
 from kvmesh.bus.messages import Guided
 from kvmesh.worker.adapters.vllm_fields import structured_outputs
+from kvmesh.worker.constraints.structural_tags import constraints_within
 from kvmesh.worker.constraints.trial_server import TrialServer
 
 log = logging.getLogger(__name__)
@@ -53,8 +54,28 @@ class StructuredOutputs:
 
     def make(self, guided: Guided) -> object:
         """Check and compile a constraint with vLLM; raises vLLM's exceptions."""
-        start, config = time.process_time(), self._config
-        outputs = StructuredOutputsParams(**structured_outputs(guided))
+        start = time.process_time()
+        try:
+            params = self._checked(guided)
+        except Exception:
+            for part in constraints_within(guided):
+                self._checked(part)  # it names the cause, which vLLM does not for a tag
+            raise
+        if time.process_time() - start > MAX_CHECK_CPU_S:
+            raise ValueError(
+                f"this {guided.kind} takes vLLM more than {MAX_CHECK_CPU_S:g} s to check"
+            )
+        backend_name = params.structured_outputs._backend
+        compiled = [self._compiled(backend_name, params)]
+        for name in self._backends:
+            if name != backend_name:
+                with suppress(Exception):  # fails only requests that pick this backend
+                    compiled.append(self._compiled(name, params))
+        return compiled
+
+    def _checked(self, guided: Guided) -> Any:
+        """The sampling parameters with a constraint that vLLM accepts; raises its exceptions."""
+        config, outputs = self._config, StructuredOutputsParams(**structured_outputs(guided))
         params = SamplingParams(structured_outputs=outputs)
         params.verify(
             config.model_config,
@@ -62,17 +83,7 @@ class StructuredOutputs:
             config.structured_outputs_config,
             self._tokenizer,
         )
-        if time.process_time() - start > MAX_CHECK_CPU_S:
-            raise ValueError(
-                f"this {guided.kind} takes vLLM more than {MAX_CHECK_CPU_S:g} s to check"
-            )
-        backend_name = outputs._backend
-        compiled = [self._compiled(backend_name, params)]
-        for name in self._backends:
-            if name != backend_name:
-                with suppress(Exception):  # fails only requests that pick this backend
-                    compiled.append(self._compiled(name, params))
-        return compiled
+        return params
 
     def _compiled(self, name: str, params: SamplingParams) -> object:
         backend = self._backends.get(name) or self._backend(name)
