@@ -117,10 +117,10 @@ def _cpu_block_size(size: int) -> int:
 
 
 def _cpu_cache_bytes() -> int:
-    """Half of the free memory: vLLM's 92 % leave none for other workers, or to try constraints."""
-    size = psutil.virtual_memory().available // 2
+    """A quarter of the free memory: vLLM's 92 % leaves none to other workers and to trials."""
+    size = psutil.virtual_memory().available // 4
     log.warning(
-        "vLLM's cache has %.1f GiB, half of the free memory; %s=GiB sets it",
+        "vLLM's cache has %.1f GiB, a quarter of the free memory; %s=GiB sets it",
         size / (1 << 30),
         CPU_SPACE,
     )
