@@ -1,13 +1,14 @@
-"""Images before vLLM, behind the whole mesh: its tokens, its hits and those that routers expect."""
+"""Images before vLLM, in a worker and beside it: tokens, hits, and those that routers expect."""
 
 import asyncio
 import json
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from engines.test_vllm_mesh import SIZE, START_S, latest_request, make_mesh
 from support.images import data_url, image
 from support.mesh import Mesh
@@ -35,21 +36,38 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def mesh(
-    nats_server: NatsServer, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mesh]:
-    made = make_mesh(nats_server, tmp_path_factory.mktemp("mesh"), model)
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    folder = tmp_path_factory.mktemp("server")
+    events = {"endpoint": f"ipc://{folder}/events", "replay_endpoint": f"ipc://{folder}/replay"}
+    arguments = ["--max-model-len", "1024", "--enable-prompt-tokens-details"]
+    arguments += ["--kv-events-config", json.dumps({"enable_kv_cache_events": True, **events})]
+    arguments += ["--enable-scale-out"]
+    # which it cannot tell from the template
+    arguments += ["--chat-template-content-format", "openai"]
+    with vllm_server(model, folder, *arguments, blocks=256) as started:
+        yield started
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["vllm", "openai"])
+async def mesh(
+    nats_server: NatsServer,
+    server: VllmServer,
+    model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> AsyncIterator[Mesh]:
+    await server.ready()
+    beside = {
+        "KVMESH_WORKER_ENGINE": "openai",
+        "KVMESH_REMOTE_URL": server.url,
+        "KVMESH_REMOTE_KV_EVENTS": f"ipc://{server.log.parent}/events",
+        "KVMESH_REMOTE_KV_REPLAY": f"ipc://{server.log.parent}/replay",
+    }
+    folder, more = tmp_path_factory.mktemp("mesh"), beside if request.param == "openai" else {}
+    made = make_mesh(nats_server, folder, model, **more)
     made.start_all(workers=1)
     yield made
     made.stop()
-
-
-@pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    folder = tmp_path_factory.mktemp("server")
-    form = ("--chat-template-content-format", "openai")  # which it cannot tell from the template
-    with vllm_server(model, folder, "--max-model-len", "1024", *form) as started:
-        yield started
 
 
 def shown(file: bytes) -> dict[str, Any]:
@@ -84,7 +102,6 @@ def cached(answer: dict[str, Any]) -> int:
 
 async def test_the_model_gets_what_vllm_alone_gives_it(mesh: Mesh, server: VllmServer) -> None:
     await mesh.ready(START_S)
-    await server.ready()
     red, blue = image("red", SIZES[0]), image("blue", SIZES[1])
     noise = image("green", (300, 200), "JPEG")  # of no whole number of cells
     counts = set[int]()

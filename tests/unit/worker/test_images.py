@@ -99,5 +99,7 @@ def test_images_lie_within_the_prompt(images: list[tuple[int, int]], words: str)
 
 
 def test_the_placeholder_is_in_the_model_folder(tmp_path: Path) -> None:
-    assert placeholder_of(model_dir()) == "<|image|>"
-    assert placeholder_of(tmp_path) == ""
+    found = placeholder_of(model_dir())
+    assert found is not None
+    assert found[1] == "<|image|>"
+    assert placeholder_of(tmp_path) is None

@@ -70,6 +70,7 @@ DECLARED: dict[str, dict[str, str]] = {
         PREFETCH: "vLLM's `--enable-prompt-tokens-details`",
         ADAPTERS: "vLLM's `VLLM_ALLOW_RUNTIME_LORA_UPDATING`",
         TAGS: ALWAYS,
+        IMAGES: "vLLM's `--enable-scale-out`",
     },
     "sglang": {
         RELEASE: "`enable_session_radix_cache`",

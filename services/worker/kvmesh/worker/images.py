@@ -1,5 +1,6 @@
-"""The files of images that a worker keeps for its requests, by their content."""
+"""The files of images that a worker keeps for its requests, and their places in prompts."""
 
+from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -45,8 +46,19 @@ def check_measured(width: int, height: int) -> None:
         raise EngineError(f"invalid: an image cannot have {width} x {height} pixels")
 
 
-def placeholder_of(folder: Path) -> str:
-    """The token for which `image_token_id` in config.json stands; empty if there is none."""
-    token = read_json(folder / "config.json").get("image_token_id")
+def with_placeholders(packed: bytes, images: Sequence[PromptImage], token: int) -> list[int]:
+    """The tokens of a prompt with one `token` in the place of those of each image."""
+    tokens, found, before = array("I", packed), list[int](), 0
+    for image in images:
+        found += tokens[before : image.start]
+        found.append(token)
+        before = image.start + image.length
+    return found + tokens[before:].tolist()
+
+
+def placeholder_of(folder: Path) -> tuple[int, str] | None:
+    """The token that stands for an image by config.json: its id and text; None if it has none."""
+    config = read_json(folder / "config.json")
+    token = config.get("image_token_id", config.get("image_token_index"))
     added = read_json(folder / "tokenizer.json").get("added_tokens", ())
-    return next((str(each["content"]) for each in added if each["id"] == token), "")
+    return next(((token, str(each["content"])) for each in added if each["id"] == token), None)

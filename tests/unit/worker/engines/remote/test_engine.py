@@ -560,6 +560,6 @@ async def test_bad_requests_are_rejected(start: Start) -> None:
         guided = Sampling(max_tokens=9, guided=bound)
         with pytest.raises(Rejected, match="after a migration"):
             sidecar.engine.submit(work("a", prompt(10), sampling=guided, generated=3))
-    fresh = RemoteEngine(WorkerSettings(), RemoteSettings(url="http://x"), "m", 10)
+    fresh = RemoteEngine(WorkerSettings(), RemoteSettings(url="http://x"), "m", Path())
     with pytest.raises(Rejected, match="not started"):
         fresh.submit(work("a", prompt(10)))

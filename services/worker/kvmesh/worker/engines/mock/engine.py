@@ -353,6 +353,7 @@ class MockEngine:
 
     def _info(self) -> EngineInfo:
         options = self._options
+        placeholder = placeholder_of(self._folder)
         return EngineInfo(
             reports_outcomes=True,
             expects_returns=self._retention.by_forecast,
@@ -366,7 +367,7 @@ class MockEngine:
             supports_handoff=True,
             tiered=self._store is not None,
             task=options.task,
-            image_placeholder=placeholder_of(self._folder) if options.image_tokens else "",
+            image_placeholder=placeholder[1] if placeholder and options.image_tokens else "",
             capacity=Capacity(
                 blocks=options.blocks,
                 max_sequences=options.max_sequences,

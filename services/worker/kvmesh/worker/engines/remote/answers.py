@@ -73,7 +73,8 @@ async def check(response: aiohttp.ClientResponse) -> None:
     if response.status in (400, 404, 413, 422):
         raise Rejected(message_of(text) or f"the server replied {response.status}")
     if response.status in (401, 403):
-        raise Rejected(f"the server rejects this worker's API key ({response.status})")
+        said = f"the server rejects this worker's API key or request ({response.status})"
+        raise Rejected(f"{said}: {message_of(text)}")
     raise EngineUnavailable(f"the server replied {response.status}: {message_of(text)}")
 
 

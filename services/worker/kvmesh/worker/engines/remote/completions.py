@@ -18,20 +18,14 @@ def request_fields(
 
     `usage` asks for the usage, which ends the stream.
     """
-    sampling = remaining(work)
     fields: dict[str, Any] = {
         "model": work.adapter or model,
         "prompt": tokens,
         "stream": True,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
-        "skip_special_tokens": False,
-        **sampling_fields(sampling),
+        **sampling_parameters(work),
     }
-    if sampling.logit_bias:
-        fields["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
-    if sampling.guided is not None:
-        fields["structured_outputs"] = structured_outputs(sampling.guided)
     if tag is not None:
         fields["cache_salt"] = tag
     if work.session is not None:
@@ -41,8 +35,22 @@ def request_fields(
     return fields
 
 
+def sampling_parameters(work: Work) -> dict[str, Any]:
+    """The sampling parameters of what is left to generate; raises Rejected."""
+    sampling = remaining(work)
+    fields: dict[str, Any] = {"skip_special_tokens": False, **sampling_fields(sampling)}
+    if sampling.logit_bias:
+        fields["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    if sampling.guided is not None:
+        fields["structured_outputs"] = structured_outputs(sampling.guided)
+    return fields
+
+
 def read_chunk(chunk: Mapping[str, Any]) -> StreamOutput:
-    """Read a server-sent chunk; raises Rejected or EngineUnavailable for an error chunk."""
+    """Read a server-sent chunk of completions, or of a request with images.
+
+    Raises Rejected or EngineUnavailable for an error chunk.
+    """
     if "error" in chunk:
         error = chunk["error"]
         if not isinstance(error, Mapping):
@@ -76,6 +84,12 @@ def cached_tokens(content: Mapping[str, Any]) -> int | None:
 def _logprobs(logprobs: Mapping[str, Any] | None) -> list[dict[int, float]] | None:
     if logprobs is None:
         return None
+    if "content" in logprobs:
+        content = logprobs["content"] or []
+        return [
+            {each["token_id"]: each["logprob"] for each in (*row["top_logprobs"], row)}
+            for row in content
+        ]
     rows: list[dict[int, float]] = []
     tokens_and_values = zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
     for (token, value), top in zip(tokens_and_values, logprobs["top_logprobs"], strict=True):

@@ -50,7 +50,7 @@ from kvmesh.worker.engine import (
     Unsupported,
 )
 from kvmesh.worker.enginecore.counters import EngineCounters, RetentionState
-from kvmesh.worker.engines.remote import completions
+from kvmesh.worker.engines.remote import completions, images
 from kvmesh.worker.engines.remote.answers import ServerRequest, answer
 from kvmesh.worker.engines.remote.clearing import clear_sglang_server, clear_vllm_server
 from kvmesh.worker.engines.remote.direct_traffic import (
@@ -59,9 +59,11 @@ from kvmesh.worker.engines.remote.direct_traffic import (
     OwnRequests,
 )
 from kvmesh.worker.engines.remote.gauges import Gauges, lower_tiers
+from kvmesh.worker.engines.remote.images import ServerImages
 from kvmesh.worker.engines.remote.pooling import pooled, pooling_task
 from kvmesh.worker.engines.remote.retention import ServerRetention
 from kvmesh.worker.engines.remote.server import InferenceServer, ServerInfo
+from kvmesh.worker.images import ImageStore, placeholder_of
 from kvmesh.worker.lora.folder import AdapterError
 from kvmesh.worker.model_folder import model_context
 
@@ -81,20 +83,21 @@ def create(context: EngineContext) -> "RemoteEngine":
     if not remote.url:
         raise EngineConfigError("--remote-url is missing: the URL of the inference server")
     served = worker.served_name or context.folder.name
-    return RemoteEngine(worker, remote, served, model_context(context.folder))
+    return RemoteEngine(worker, remote, served, context.folder)
 
 
 class RemoteEngine(PrefetchingAdapter):
     """One server as an engine of the mesh."""
 
     def __init__(
-        self, worker: WorkerSettings, remote: RemoteSettings, served: str, context: int
+        self, worker: WorkerSettings, remote: RemoteSettings, served: str, folder: Path
     ) -> None:
         super().__init__()
         self._worker = worker
         self._remote = remote
         self._served = served
-        self._context = context
+        self._context = model_context(folder)
+        self._placeholder = placeholder_of(folder)
         self._block_size = worker.block_size
         self._url = remote.url.rstrip("/")
         self._redacted_url = redacted(self._url)
@@ -108,6 +111,8 @@ class RemoteEngine(PrefetchingAdapter):
         self._clock = StepClock()
         self._retention: ServerRetention | None = None
         self._task = GENERATE
+        self.images = ImageStore()
+        self._server_images: ServerImages | None = None
         self._reports_cached = False
         self._tier_counts: TierCounts | None = None
         self._served_tokens: list[int] | None = None
@@ -135,6 +140,7 @@ class RemoteEngine(PrefetchingAdapter):
                 self._retention = retention if await retention.find() else None
                 if retention.problem:
                     self._warnings[NO_RETENTION] = retention.problem
+                await self._try_images(self._http)
             if self._remote.kvbm:
                 self._tier_counts = (await self._server.gauges(self._info.model))[0].tiers
                 if self._tier_counts is None:
@@ -160,6 +166,16 @@ class RemoteEngine(PrefetchingAdapter):
         self._task = await pooling_task(http, self._url, model)
         if not self._task:
             raise failure
+
+    async def _try_images(self, http: aiohttp.ClientSession) -> None:
+        """Find out whether the server takes the images that the model's folder names."""
+        if self._placeholder is None or self._task != GENERATE:
+            return
+        found = ServerImages(http, self._url, self._info.model, self._placeholder[0])
+        if problem := await found.problem():
+            log.warning("the model reads images, but this worker passes none on: %s", problem)
+        else:
+            self._server_images = found
 
     def _open_streams(self, sink: Sink, server: InferenceServer) -> EngineInfo:
         block_size = self._block_size = self._info.block_size or self._worker.block_size
@@ -235,6 +251,11 @@ class RemoteEngine(PrefetchingAdapter):
         cached = min(cached, (len(work.tokens) // 4 - 1) // size * size)
         self._streams.start(work, self._serve(work, self._paced(work.rank, outputs), cached))
         self._end_prefetches_of(work)
+
+    async def measure_image(self, width: int, height: int) -> int:
+        if self._server_images is None:
+            raise Unsupported("the server of the openai engine takes no images")
+        return await self._server_images.measure(width, height)
 
     def prefetch(self, command: Prefetch) -> str:
         if self._task != GENERATE:
@@ -344,6 +365,9 @@ class RemoteEngine(PrefetchingAdapter):
             expects_returns=self._retention is not None and self._retention.expects_returns,
             warnings=self._warnings,
             task=self._task,
+            image_placeholder=self._placeholder[1]
+            if self._placeholder and self._server_images
+            else "",
             version=f"{info.owner} {info.version}".strip(),
             context=worker.context or info.context or self._context,
             block_size=block_size,
@@ -360,22 +384,28 @@ class RemoteEngine(PrefetchingAdapter):
 
     def _request(self, work: Work) -> ServerRequest:
         """The HTTP request for work; raises Rejected."""
-        tokens, tag = array("I", work.tokens).tolist(), self._salts.cache_salt(work)
+        tag = self._salts.cache_salt(work)
         priority = self._priority(work)
         headers = {"X-data-parallel-rank": str(work.rank)} if self._remote.dp_ranks > 1 else {}
         if self._is_sglang:
+            tokens = array("I", work.tokens).tolist()
             return ServerRequest(
                 url=f"{self._url}/generate",
                 body=sglang.request_fields(work, tokens, tag) | priority,
                 headers=headers,
                 read=sglang.AnswerReader().read,
             )
-        usage = self._reports_cached
-        body = completions.request_fields(work, tokens, self._info.model, tag, usage)
+        usage, path = self._reports_cached, "/v1/completions"
+        if work.images and self._server_images is not None:
+            path, files = images.PATH, self.images.files(work.images)
+            body = self._server_images.request_fields(work, files, tag, usage)
+        else:
+            tokens = array("I", work.tokens).tolist()
+            body = completions.request_fields(work, tokens, self._info.model, tag, usage)
         if self._retention is not None or self._tier_counts is not None:
             body["kv_transfer_params"] = origin_params(work)
         return ServerRequest(
-            url=f"{self._url}/v1/completions",
+            url=self._url + path,
             body=body | priority,
             headers=headers,
             read=completions.read_chunk,

@@ -88,7 +88,7 @@ from kvmesh.worker.engines.vllm.transfer_config import (
     serves_any_role,
     transfer_config_of,
 )
-from kvmesh.worker.images import ImageStore
+from kvmesh.worker.images import ImageStore, with_placeholders
 from kvmesh.worker.scratch import ScratchFolder
 from kvmesh.worker.start.timeline import StartTimeline
 
@@ -515,7 +515,8 @@ class VllmEngine(PrefetchingAdapter):
             images = await prompts.data(work.images, files)
         except ValueError as error:
             raise Rejected(str(error)) from error
-        return self._prompt(work, prompts.tokens(work.tokens, work.images)) | images
+        tokens = with_placeholders(work.tokens, work.images, prompts.token)
+        return self._prompt(work, tokens) | images
 
     def _prompt(self, work: Work, tokens: list[int]) -> dict[str, Any]:
         """A prompt of vLLM within the namespace of a work."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,15 +72,6 @@ class ImagePrompts:
             "multi_modal_data": {MODALITY: decoded},
             "multi_modal_uuids": {MODALITY: [identifier(image) for image in images]},
         }
-
-    def tokens(self, packed: bytes, images: Sequence[PromptImage]) -> list[int]:
-        """The prompt with the placeholder in the place of the tokens of each image."""
-        tokens, found, before = array("I", packed), list[int](), 0
-        for image in images:
-            found += tokens[before : image.start]
-            found.append(self.token)
-            before = image.start + image.length
-        return found + tokens[before:].tolist()
 
 
 async def image_prompts(llm: Any) -> ImagePrompts | None:
