@@ -199,7 +199,6 @@ class Follower:
             [python_of(checkout), __file__, "--follow", endpoint],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
             text=True,
         )
 
@@ -241,6 +240,8 @@ def measure(case: Case, checkout: Path | None, seed: int) -> float:
         socket.bind(endpoint := f"ipc://{folder}/events")
         follower = Follower(checkout, endpoint)
         try:
+            if not socket.poll(WAIT_S * 1e3):
+                raise RuntimeError("the follower does not subscribe; its checkout needs pyzmq")
             socket.recv()  # the subscription
             until(follower, 0, 0)
             before = follower.cpu_s
