@@ -21,7 +21,7 @@ from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.messages import Clear, Guided, Sampling
 from kvmesh.worker.capabilities import RoleSwitching
-from kvmesh.worker.engine import EngineError, Rejected
+from kvmesh.worker.engine import EngineConfigError, EngineError, Rejected
 
 pytestmark = [
     pytest.mark.vllm,
@@ -154,9 +154,10 @@ async def test_bad_constraints_and_ranks_are_rejected(started: VllmRun) -> None:
     assert started.sink.finish("a") == "error"
     assert started.sink.deltas["a"][-1].error
     assert started.sink.deltas["a"][-1].invalid
+    engine: Any = started.engine
     tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": "(a"}}
     with pytest.raises(Rejected, match="regex"):
-        await started.engine.compile(Guided(kind="structural_tag", value=json.dumps(tag)))
+        await engine.compile(Guided(kind="structural_tag", value=json.dumps(tag)))
     with pytest.raises(Rejected, match="rank 9"):
         started.engine.submit(work("b", prompt(40), rank=9))
     with pytest.raises(Rejected, match="temperature"):
@@ -210,9 +211,21 @@ async def test_a_folder_without_weights_fails_the_start_by_the_error_of_the_proc
         await VllmRun.start(without)
 
 
-async def test_an_unknown_argument_fails_the_start(tiny_model: Path) -> None:
-    with pytest.raises(EngineError, match="no_such_argument"):
-        await VllmRun.start(tiny_model, "no_such_argument=1")
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ("no_such_argument=1", "no_such_argument"),
+        ("max_model_len=99999999", r"max_model_len \(99999999\) is greater"),
+        ("dtype=float12", "dtype"),
+        ("max_num_seqs=0", "max_num_seqs"),
+    ],
+)
+async def test_an_argument_that_vllm_rejects_is_an_error_of_configuration(
+    tiny_model: Path, argument: str, reason: str
+) -> None:
+    with pytest.raises(EngineConfigError, match=reason) as raised:
+        await VllmRun.start(tiny_model, argument)
+    assert "errors.pydantic.dev" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,17 @@ def engine_arguments(pairs: Iterable[str], file: Path | None) -> dict[str, Any]:
     return arguments
 
 
+def refusal(error: Exception) -> str:
+    """An engine's error about its arguments: of pydantic's, the messages without its own lines."""
+    details = getattr(error, "errors", None)
+    if not callable(details):
+        return str(error)
+    return "; ".join(
+        ": ".join([*map(str, each["loc"]), each["msg"].removeprefix("Value error, ")])
+        for each in details()
+    )
+
+
 def _read(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text())

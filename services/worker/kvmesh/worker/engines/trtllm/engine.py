@@ -28,7 +28,7 @@ from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.retention.claims import DEFAULT_LEVEL, MAX_LEVEL, RetentionWish
 from kvmesh.retention.token_ranges import segments
 from kvmesh.worker.adapters.base import StreamingAdapter
-from kvmesh.worker.adapters.engine_args import engine_arguments
+from kvmesh.worker.adapters.engine_args import engine_arguments, refusal
 from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
 from kvmesh.worker.adapters.kv_events.paced_dumps import PacedDumps
 from kvmesh.worker.adapters.kv_events.salts import PromptSalts
@@ -114,7 +114,7 @@ class TrtllmEngine(StreamingAdapter):
             self._llm = await asyncio.to_thread(self._load)
         except Exception as error:  # TensorRT-LLM and its plugins raise any type
             self._model.close()
-            raise EngineError(f"TensorRT-LLM failed to start: {error}") from error
+            raise EngineError(f"TensorRT-LLM failed to start: {refusal(error)}") from error
         self._dumps = PacedDumps(lambda: sink.events(0, self._ledger.dump()))
         self._streams = RequestStreams(sink, 1, self._block_size)
         self._tasks.start(self._follow_events(sink), "trtllm events")

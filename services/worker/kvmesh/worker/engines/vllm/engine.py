@@ -36,6 +36,7 @@ from kvmesh.bus.messages import (
     Work,
 )
 from kvmesh.worker.adapters.connector_stores import plain_config
+from kvmesh.worker.adapters.engine_args import refusal
 from kvmesh.worker.adapters.engine_stores import EngineStore, clear_vllm, vllm_stores
 from kvmesh.worker.adapters.kv_events.feed import EventFeed
 from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
@@ -380,9 +381,9 @@ class VllmEngine(PrefetchingAdapter):
         with self._timeline.phase(StartPhase.CONFIGURATION):
             try:
                 engine_args = AsyncEngineArgs(**arguments)
+                config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
             except (TypeError, ValueError) as error:
-                raise EngineConfigError(f"vLLM rejects its arguments: {error}") from error
-            config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+                raise EngineConfigError(f"vLLM rejects its arguments: {refusal(error)}") from error
             check_connectors(self._arguments.get("kv_transfer_config"), config)
             self._handing = handing_off(transfer_config_of(config), hands_off)
             self._warnings |= changed_arguments(self._arguments, config)

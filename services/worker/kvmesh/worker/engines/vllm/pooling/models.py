@@ -6,6 +6,7 @@ from typing import Any
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from kvmesh.bus.messages import EMBED, GENERATE, SCORE
+from kvmesh.worker.adapters.engine_args import refusal
 from kvmesh.worker.engine import EngineConfigError
 from kvmesh.worker.model_folder import read_json
 
@@ -30,7 +31,7 @@ def is_pooling(arguments: dict[str, Any]) -> bool:
     try:
         config = AsyncEngineArgs(**arguments).create_model_config()
     except (TypeError, ValueError) as error:
-        raise EngineConfigError(f"vLLM rejects its arguments: {error}") from error
+        raise EngineConfigError(f"vLLM rejects its arguments: {refusal(error)}") from error
     return bool(config.runner_type == POOLING)
 
 
