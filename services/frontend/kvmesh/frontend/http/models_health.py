@@ -54,7 +54,9 @@ class InformationEndpoints:
             found = [entry for entry in found if account.allows_model(str(entry["id"]))]
         query = decode_query(http.query, PageQuery)
         limit = query.limit or len(found)
-        return _json({**page(found, limit, query.after_id, query.before_id), "models": []})
+        shown = page(found, limit, query.after_id, query.before_id)
+        known = {name: value for name, value in shown.items() if value is not None}
+        return _json({**known, "models": []})
 
     async def model(self, http: web.Request) -> web.Response:
         name, account = http.match_info["id"], caller_of(http).account
