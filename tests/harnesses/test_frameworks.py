@@ -16,6 +16,7 @@ CASES = [
     *(("lang_chain.py", kind) for kind in ("chat", "responses", "anthropic")),
     *(("pydantic_ai_agent.py", kind) for kind in ("chat", "responses", "anthropic")),
     ("strands_agent.py", "chat"),
+    *(("lite_llm.py", kind) for kind in ("openai", "hosted_vllm", "anthropic")),
 ]
 LAST = ["It will rain (framework-5).", "It will rain tomorrow, too (framework-6)."]
 

@@ -80,12 +80,13 @@ async def stage(running: tuple[Mesh, str]) -> AsyncIterator[Stage]:
 
 
 def keys_file(folder: Path) -> Path:
-    """The key `n` of one tenant, `slow` of it with few requests a minute, and `m` of another."""
+    """The key `n` of one tenant, `slow` of it with few requests a minute, `m` and `o` of others."""
     path = folder / "keys.toml"
     for name, tenant, more in (
         ("n", "t", ""),
         ("slow", "t", "requests_per_minute = 60"),
         ("m", "u", ""),
+        ("o", "v", ""),
     ):
         digest = hashlib.sha256(name.encode()).hexdigest()
         with path.open("a") as file:
@@ -318,16 +319,35 @@ async def test_requests_wait_for_the_limits_of_their_key(stage: Stage) -> None:
 
 
 async def test_a_tenant_has_so_many_batches(stage: Stage) -> None:
-    async with stage.openai(0, "m") as client:
+    """Exactly so many of those that are created at the same time, on two frontends."""
+    async with stage.openai(0, "m") as client, stage.openai(1, "m") as other:
         data = line("long", request(0, LONG))
-        begun = [await begin(client, data) for _ in range(3)]
-        with pytest.raises(APIStatusError) as most:
-            await begin(client, data)
-        assert most.value.status_code == 429
+        made = await asyncio.gather(
+            *(begin((client, other)[n % 2], data) for n in range(12)), return_exceptions=True
+        )
+        begun = [each for each in made if isinstance(each, Batch)]
+        assert len(begun) == 3
+        refused = [each for each in made if isinstance(each, APIStatusError)]
+        assert [each.status_code for each in refused] == [429] * 9
+        listed = [each.id async for each in client.batches.list()]
+        assert set(listed) == {each.id for each in begun}
         for each in begun:
             await client.batches.cancel(each.id)
         for each in begun:
             assert (await ended(client, each.id)).status == "cancelled"
+
+
+async def test_a_tenant_has_so_many_bytes(stage: Stage) -> None:
+    """A quarter of the store, also if files arrive at the same time at two frontends."""
+    async with stage.openai(0, "o") as client, stage.openai(1, "o") as other:
+        uploads = (
+            (client, other)[n % 2].files.create(file=("in", bytes(MAX_FILE)), purpose="batch")
+            for n in range(20)
+        )
+        made = await asyncio.gather(*uploads, return_exceptions=True)
+        refused = [each.status_code for each in made if isinstance(each, APIStatusError)]
+        assert refused == [413] * 4
+        assert len([each async for each in client.files.list()]) == 16
 
 
 async def test_batches_of_messages(stage: Stage) -> None:

@@ -55,7 +55,7 @@ from kvmesh.cli.explain import find_events
 from kvmesh.demo import model_dir
 from kvmesh.frontend.auth.tenant_secret import tenant_secret
 from kvmesh.frontend.http.cache.pin_store import PinStore, StoredPin
-from kvmesh.frontend.http.cache.pins import MAX_BYTES
+from kvmesh.frontend.http.cache.pins import MAX_BYTES, MAX_PINS
 from kvmesh.frontend.namespaces import TenantNamespaces
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -473,6 +473,12 @@ async def test_the_parts_of_a_tenant_share_its_pins(stage: Stage) -> None:
         )
     assert (await stage.post("/v1/cache/pins", {"messages": [ASK]}, "b"))[0] == 200
     assert (await stage.call("DELETE", "/v1/cache/pins", "b", messages=[ASK]))[0] == 200
+    kept = len(await store.list_owner(pin.tenant.partition("/")[0], time.time()))
+    for number in range(MAX_PINS - kept - 1):
+        await store.put(msgspec.structs.replace(pin, id=f"few {number}", sequence_hashes=b""))
+    asked = ({"tokens": [first, *range(31)]} for first in range(6))
+    answers = await asyncio.gather(*(stage.post("/v1/cache/pins", each, "b") for each in asked))
+    assert sorted(status for status, _ in answers) == [200] + [429] * 5
 
 
 async def test_a_pin_requires_a_full_block(stage: Stage) -> None:

@@ -376,6 +376,19 @@ async def test_a_key_sees_the_models_that_it_may_use(
             assert {one.body[length] for length in lengths} == {CONTEXT}
 
 
+async def test_models_come_in_pages(stage: Stage) -> None:
+    for query, names, more in (
+        ("limit=1", [MODEL], True),
+        (f"limit=1&after_id={MODEL}", ["tuned"], False),
+        ("before_id=tuned", [MODEL], False),
+    ):
+        reply = await stage.call("GET", f"/v1/models?{query}", key="plain")
+        assert [entry["id"] for entry in reply.body["data"]] == names, query
+        assert reply.body["has_more"] is more, query
+    for query in ("limit=0", "limit=1001", "limit=many", "after_id=nothing"):
+        assert (await stage.call("GET", f"/v1/models?{query}", key="plain")).status == 400, query
+
+
 async def test_models_need_a_key_and_health_does_not(stage: Stage) -> None:
     assert (await stage.call("GET", "/v1/models", key=None)).status == 401
     assert (await stage.call("GET", "/live", key=None)).body == {"status": "live"}

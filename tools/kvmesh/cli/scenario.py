@@ -19,6 +19,7 @@ from kvmesh.planner.errors import PlannerConfigError
 from kvmesh.retention.token_ranges import RetentionError
 from kvmesh.router.config import check_settings
 from kvmesh.settings import Settings
+from kvmesh.settings.schema import WorkerSettings
 from kvmesh.simulator.autoscaler import Autoscaler
 from kvmesh.simulator.engines import Fleet, of_size
 from kvmesh.simulator.mesh import Simulation
@@ -39,6 +40,10 @@ from kvmesh.worker.engines.mock.core import CoreOptions
 from kvmesh.worker.engines.mock.pace import PaceOptions
 from kvmesh.workload.model import Workload
 
+SIMULATED = {
+    *("block_size", "eviction", "tenant_share", "session_idle_s"),
+    *("shared_wait_s", "write_through_blocks", "hang_timeout_s"),  # of nodes
+}
 Run = tuple[Simulation, Figures]
 
 
@@ -187,6 +192,14 @@ def scenarios(
     `default` is the fleet without fleet flags; its first group is the template of their engines.
     With the cards of live `kvbms`, there are as many nodes of their sizes without flags.
     """
+    worker, usual = settings.worker, WorkerSettings()
+    unused = [
+        name
+        for name in worker.__struct_fields__
+        if name not in SIMULATED and getattr(worker, name) != getattr(usual, name)
+    ]
+    if unused:
+        print(f"[worker] settings without effect here: {', '.join(unused)}", file=sys.stderr)
     names = (arguments.policy or settings.router.policy).split(",")
     fleet, nodes = _fleet(arguments, default), _nodes(arguments, settings, default, kvbms)
     return [_scenario(arguments, settings, name.strip(), fleet, nodes) for name in names]

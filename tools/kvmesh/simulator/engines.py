@@ -9,6 +9,8 @@ import msgspec
 from kvmesh.bus.messages import Capacity, Instance, ModelCard
 from kvmesh.settings.schema import MockSettings
 from kvmesh.simulator.options import Serves, WorkerOptions
+from kvmesh.worker.enginecore.block_manager import DEFAULTS
+from kvmesh.worker.enginecore.retention_options import RetentionOptions
 from kvmesh.worker.engines.mock.core_options import core_options
 
 BLOCK_SIZE = 16  # without a live worker
@@ -32,20 +34,23 @@ def live_fleet(
     mock: MockSettings,
     fixed: Container[str] = (),
     block_size: int | None = None,
+    retention: RetentionOptions = DEFAULTS,
 ) -> Fleet:
     """One engine per live rank with the properties of its worker's card.
 
     Those in `fixed` are the settings' own, and `block_size` is that of all engines if given. The
-    card has no speed. Without any card, the fleet is one engine of the settings. Raises
-    StepProfileError.
+    card has no speed, and `retention` is the settings'. Without any card, the fleet is one engine
+    of the settings. Raises StepProfileError.
     """
     ranks: Counter[EngineKind] = Counter()
     for card in sorted(workers, key=lambda card: (card.serves == "prefill", card.name)):
         if card.capacity is not None and card.model is not None:
             ranks[_kind(card, card.model, card.capacity)] += card.capacity.dp_ranks
     if not ranks:
-        return (WorkerOptions(1, core_options(mock, block_size or BLOCK_SIZE)),)
-    return tuple(_group(mock, kind, count, fixed, block_size) for kind, count in ranks.items())
+        return (WorkerOptions(1, core_options(mock, block_size or BLOCK_SIZE, retention)),)
+    return tuple(
+        _group(mock, kind, count, fixed, block_size, retention) for kind, count in ranks.items()
+    )
 
 
 def of_size(fleet: Fleet, workers: int) -> Fleet:
@@ -72,11 +77,13 @@ def _group(
     count: int,
     fixed: Container[str],
     block_size: int | None,
+    retention: RetentionOptions,
 ) -> WorkerOptions:
     live = {
         key: value
         for key, value in kind._asdict().items()
         if key in MockSettings.__struct_fields__ and key not in fixed
     }
-    core = core_options(msgspec.structs.replace(mock, **live), block_size or kind.block_size)
+    own = msgspec.structs.replace(mock, **live)
+    core = core_options(own, block_size or kind.block_size, retention)
     return WorkerOptions(count, core, msgspec.convert(kind.serves, Serves))

@@ -227,3 +227,23 @@ def test_the_head_names_the_trace_and_its_ideal_shares(
     head = capsys.readouterr().out.splitlines()[:2]
     assert head[0] == "trace.csv: Azure's LLM inference trace, 1 request in 1 session, 0.00 h"
     assert head[1].startswith("ideal share 0.0% with infinite memory, 0.0% with this fleet's ")
+
+
+def test_engines_follow_the_settings_of_workers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those without an effect are named, and none is ignored in silence."""
+    file, found = tmp_path / "settings.toml", tmp_path / "figures.json"
+
+    def figures_with(text: str) -> str:
+        file.write_text(f"[worker]\n{text}\n")
+        with pytest.raises(SystemExit):
+            main(["simulate", "demo", "--limit=9", "--config", str(file), "--json", str(found)])
+        return found.read_text()
+
+    usual = figures_with("block_size = 16")
+    assert "without effect" not in capsys.readouterr().err
+    assert figures_with('block_size = 64\neviction = "lru"') != usual
+    assert "without effect" not in capsys.readouterr().err
+    assert figures_with("context = 9\nmax_waiting = 9") == usual
+    assert "[worker] settings without effect here: context, max_waiting" in capsys.readouterr().err

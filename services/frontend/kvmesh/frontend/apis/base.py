@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Headers = Mapping[str, str]
 json_encode = msgspec.json.Encoder().encode
+_PLACE = re.compile(r" - at (?:`key` in )?`\$(.*)`$")
 _PATTERN = re.compile(r"Expected `str` matching regex '.*'")
 # An escape of JSON: both halves of a character, one of them, or the start of another one.
 _HALF, _LOW = rb"u[dD][89a-fA-F][0-9a-fA-F]{2}", rb"u[dD][c-fC-F][0-9a-fA-F]{2}"
@@ -342,12 +343,12 @@ def _with_integers(
 
 
 def _invalid(text: str, kind: Any, where: str) -> InvalidRequest:
-    reason, _, path = text.partition(" - at `$")
+    reason, path = (*_PLACE.split(text), "")[:2]
     code = faults.code_of(reason)
-    allowed = allowed_at(kind, path.rstrip("`"))
+    allowed = allowed_at(kind, path)
     if allowed:
         reason = f"{_PATTERN.sub('Invalid value', reason)}; allowed: {allowed}"
-    path = f"{where}{path}".rstrip("`").lstrip(".")
+    path = f"{where}{path}".lstrip(".")
     missing = _MISSING.search(reason)
     if missing is not None:
         path = f"{path}.{missing[1]}".lstrip(".")

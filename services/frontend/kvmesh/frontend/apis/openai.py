@@ -1,8 +1,8 @@
 """Errors, usage and events that the OpenAI APIs share."""
 
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from kvmesh.frontend.apis.base import AnswerSummary, SoFar, Usage, json_encode
 from kvmesh.frontend.apis.faults import INVALID_VALUE
@@ -28,6 +28,12 @@ OVERLOADED = 429
 KEEPALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 WORKER_ID = "worker_id"
+
+
+Metadata: TypeAlias = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
 
 
 class StreamOptions(Struct):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 from kvmesh.bus.messages import Sampling
 from kvmesh.frontend.apis.base import check_length, check_range
@@ -14,7 +14,8 @@ MAX_STOPS = 64
 MAX_STOP = 4096  # characters of all stop strings
 MAX_TOKENS = 1 << 30
 MAX_BIASED = 1024
-
+# Of the vendors' clients. Templates of models that have others read `chat_template_kwargs`.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 UNSUPPORTED = UnsupportedFields(
     prompt_logprobs=None,
@@ -22,6 +23,7 @@ UNSUPPORTED = UnsupportedFields(
     allowed_token_ids=None,
     bad_words=None,
     stop_regex=None,
+    guided_whitespace_pattern=None,
     use_beam_search=None,
     logits_processors=None,
     custom_logit_processor=None,
@@ -71,6 +73,7 @@ class SamplingBody(ConstraintBody, kw_only=True):
     allowed_token_ids: Any = None
     bad_words: Any = None
     stop_regex: Any = None
+    guided_whitespace_pattern: Any = None
     use_beam_search: Any = None
     logits_processors: Any = None
     custom_logit_processor: Any = None
@@ -84,6 +87,8 @@ def to_sampling(body: SamplingBody, max_tokens: int | None, logprobs: int | None
     """The internal form; `max_tokens` None: as many as fit. Raises InvalidRequest."""
     _check(body)
     check_range(max_tokens, 1, MAX_TOKENS, "max_tokens")
+    if max_tokens is not None:
+        check_range(body.min_tokens, 0, max_tokens, "min_tokens")
     return Sampling(
         max_tokens=max_tokens or 0,
         min_tokens=body.min_tokens or 0,

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
+from itertools import takewhile
 from typing import TypeVar
 
 import msgspec
@@ -19,11 +20,12 @@ from msgspec import Struct
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, Conflict, NotFound, StorageFull, cause
-from kvmesh.bus.storage.buckets import expiring_bucket, read_bucket
+from kvmesh.bus.storage.buckets import expiring_bucket, read_bucket, read_messages
 from kvmesh.bus.storage.object_bucket import ObjectBucket
 from kvmesh.bus.storage.stored_object import StoredObject
 from kvmesh.bus.streams.configuration import ensure_stream, object_store
 from kvmesh.bus.streams.keeper import remake
+from kvmesh.bus.streams.reader import StreamMessage
 from kvmesh.frontend.auth.bucket_quota import owner_of
 from kvmesh.frontend.batches.batch import Outcome, StoredBatch
 from kvmesh.frontend.batches.forms import StoredFile
@@ -92,10 +94,15 @@ class BatchStore:
     async def add_file(self, file: StoredFile, spool: Spool) -> None:
         """Store a file; raises ApiError (413) if the tenant has too much."""
         async with self._access():
-            await self._reserve(file.tenant, file.bytes)
+            await self._check_room(file)
         await self._put(_object(file.tenant, file.id), spool)
         async with self._access():
             await self._bucket.put(_key(FILE, file.tenant, file.id), msgspec.msgpack.encode(file))
+            try:
+                await self._check_room(file)
+            except ApiError:
+                await self._remove_file(file, file.id)
+                raise
 
     async def file(self, file_id: str, tenant: str) -> StoredFile:
         """The description of a file that its tenant may list; raises BatchNotFound."""
@@ -143,16 +150,21 @@ class BatchStore:
 
         Raises ApiError (429) if the tenant has too many, (413) if it has too many bytes.
         """
-        most = self._settings.tenant_batches
-        if len(await self.running(batch.tenant)) >= most:
-            reason = f"{most} batches are in progress already; wait for one to end or cancel one."
-            raise ApiError("rate_limit", reason, code="batch_limit_exceeded", fatal=True)
+        async with self._access():
+            await self._check_number(batch)
         if requests is not None:
             await self.add_file(described(batch, batch.input_file, REQUESTS, requests), requests)
         async with self._access():
             await self._bucket.put(_key(RUNNING, batch.tenant, batch.id), b"1")
             key = _key(BATCH, batch.tenant, batch.id)
-            return await self._bucket.create(key, msgspec.msgpack.encode(batch))
+            revision = await self._bucket.create(key, msgspec.msgpack.encode(batch))
+            try:
+                await self._check_number(batch)
+            except ApiError:
+                await self.clean(batch)
+                await self._bucket.delete(key)
+                raise
+            return revision
 
     async def batch(self, batch_id: str, tenant: str) -> tuple[StoredBatch, int]:
         """A batch and its revision; raises BatchNotFound."""
@@ -256,6 +268,33 @@ class BatchStore:
             await self._remove_file(batch, batch.input_file)
         await self._bucket.delete(_key(RUNNING, batch.tenant, batch.id))
 
+    async def _check_number(self, batch: StoredBatch) -> None:
+        """Raises ApiError (429) if the owner of a tenant has too many batches before this one.
+
+        Frontends check again once they have stored a batch: the order of the keys in the bucket
+        decides between those that are created at once.
+        """
+        found: dict[str, float] = {}
+
+        def add(key: str, message: StreamMessage) -> None:
+            if message.data:
+                found[key] = message.time
+
+        own = _key(RUNNING, batch.tenant, batch.id)
+        keys = f"{RUNNING}.{owner_of(batch.tenant)}.*"
+        await read_messages(self._bus, self._name, keys, add)
+        before = list(takewhile(lambda key: key != own, found))
+        stored = {each.id: each.ended for each, _ in await self._batches_of(before)}
+        number = 0
+        for key in before:
+            # a batch without a description is about to be stored, unless its frontend was killed
+            gone = self.now - found[key] > ACCESS_S
+            number += not stored.get(key.rpartition(".")[2], gone)
+        most = self._settings.tenant_batches
+        if number >= most:
+            reason = f"{most} batches are in progress already; wait for one to end or cancel one."
+            raise ApiError("rate_limit", reason, code="batch_limit_exceeded", fatal=True)
+
     async def _batches_of(self, running: Iterable[str]) -> list[tuple[StoredBatch, int]]:
         found = []
         for key in running:
@@ -272,20 +311,25 @@ class BatchStore:
     async def _read(self, kind: str, tenant: str) -> Iterable[bytes]:
         return (await read_bucket(self._bus, self._name, f"{kind}.{owner_of(tenant)}.*")).values()
 
-    async def _reserve(self, tenant: str, size: int) -> None:
-        """Raises ApiError (413) if the owner of a tenant would have too many bytes."""
+    async def _check_room(self, new: StoredFile) -> None:
+        """Raises ApiError (413) if a file and those before it are too much for a tenant's owner.
+
+        As for the number of batches, the order in the bucket decides between files stored at once.
+        """
         await ensure_stream(self._bus, self._spec)
-        files = _readable(_files, await self._read(FILE, tenant))
+        found = _readable(_files, await self._read(FILE, new.tenant))
+        files = list(takewhile(lambda file: file.id != new.id, found))
         used, now = sum(file.bytes for file in files), self.now
         if any(file.expires <= now for file in files):
-            inputs = {batch.input_file for batch in await self.running(tenant)}
+            inputs = {batch.input_file for batch in await self.running(new.tenant)}
             for file in files:
                 if file.expires <= now and file.id not in inputs:
                     await self._remove_file(file, file.id)
                     used -= file.bytes
         most = int(self._settings.files_bytes * TENANT_SHARE)
-        if used + size > most:
-            reason = f"The files have {used} bytes; {size} more exceed {most}. Delete some files."
+        if used + new.bytes > most:
+            reason = f"The files have {used} bytes; {new.bytes} more exceed {most}."
+            reason += " Delete some files."
             raise ApiError("too_large", reason, code="storage_limit_exceeded")
 
     async def _put(self, name: str, spool: Spool) -> None:

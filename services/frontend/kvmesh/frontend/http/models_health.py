@@ -5,8 +5,10 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
+from kvmesh.frontend.apis.base import decode_query
 from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.errors import ModelNotFound
+from kvmesh.frontend.http.batches.pages import PageQuery, page
 from kvmesh.frontend.http.bodies import JSON
 from kvmesh.frontend.http.middleware import caller_of
 from kvmesh.frontend.models import ModelRegistry, ServedModel
@@ -38,7 +40,7 @@ class InformationEndpoints:
         self._authenticator = authenticator
 
     async def models(self, http: web.Request) -> web.Response:
-        """The models and adapters that the caller may use.
+        """The models and adapters that the caller may use: all, or a page of them.
 
         `models` is the catalog that Codex reads in place of `data`. It is empty: Codex refuses a
         catalog for one field that it misses, and an entry would replace the user's own.
@@ -50,8 +52,11 @@ class InformationEndpoints:
         found += [_entry(model, name) for name, model in aliases.items()]
         if account is not None:
             found = [entry for entry in found if account.allows_model(str(entry["id"]))]
-        ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {}
-        return _json({"object": "list", "data": found, "models": [], "has_more": False, **ends})
+        query = decode_query(http.query, PageQuery)
+        limit = query.limit or len(found)
+        shown = page(found, limit, query.after_id, query.before_id)
+        known = {name: value for name, value in shown.items() if value is not None}
+        return _json({**known, "models": []})
 
     async def model(self, http: web.Request) -> web.Response:
         name, account = http.match_info["id"], caller_of(http).account

@@ -48,4 +48,8 @@ def output_limit(request: GenerateRequest, prompts: int, longest: int, context: 
     if wanted > limit:
         reason = f"with these options {prompts * request.n} choices may have {limit} tokens each"
         raise InvalidRequest(f"`max_tokens`: {reason}, not {wanted}.", "max_tokens")
-    return min(wanted or context - longest, limit)
+    limit = min(wanted or context - longest, limit)
+    if request.sampling.min_tokens > limit:
+        reason = f"`min_tokens`: at most {limit} tokens fit behind the prompt."
+        raise InvalidRequest(reason, "min_tokens")
+    return limit

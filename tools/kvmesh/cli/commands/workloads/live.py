@@ -20,6 +20,8 @@ from kvmesh.simulator.report.tables import show
 from kvmesh.simulator.whatif.runs import measured_run
 from kvmesh.step_times.profile import StepProfileError
 from kvmesh.terminal.console import print_line, stdout_console
+from kvmesh.worker.engine import EngineConfigError
+from kvmesh.worker.engines.retention_settings import retention_options
 from kvmesh.workload.capture import CapturedRound, CaptureEnd, assemble, capture
 from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.replay.summary import Spread
@@ -82,7 +84,10 @@ def _compare(
         workload = assemble(captured)
         options = scenarios(arguments, settings, fleet(arguments, settings, workers), kvbms)
         runs = [simulate(workload, each) for each in options]
-    except (WorkloadError, SimulationError, RouterConfigError, StepProfileError, OSError) as error:
+    except (
+        WorkloadError, SimulationError, RouterConfigError, StepProfileError, EngineConfigError,
+        OSError,
+    ) as error:  # fmt: skip
         return failed("simulate live", error, 2)
     status = write("simulate live", arguments, counted(len(workload), "captured request"), runs)
     console = stdout_console()
@@ -94,7 +99,8 @@ def _compare(
 def fleet(arguments: argparse.Namespace, settings: Settings, workers: list[Instance]) -> Fleet:
     """The engines of live workers, unless flags override their properties."""
     fixed = {key for section, key in settings_flags(arguments) if section == "mock"}
-    return live_fleet(workers, settings.mock, fixed, arguments.block_size)
+    retention = retention_options(settings.worker)
+    return live_fleet(workers, settings.mock, fixed, arguments.block_size, retention)
 
 
 def measured(captured: list[CapturedRound]) -> str:

@@ -11,13 +11,14 @@ from kvmesh.planner.errors import PlannerConfigError
 from kvmesh.router.errors import RouterConfigError
 from kvmesh.runtime.quantities import counted
 from kvmesh.settings import Settings
-from kvmesh.simulator.engines import BLOCK_SIZE
 from kvmesh.simulator.options import SimulationError, WorkerOptions
 from kvmesh.simulator.report.answer import answer
 from kvmesh.simulator.report.tables import show
 from kvmesh.step_times.profile import StepProfileError
 from kvmesh.terminal.console import print_line, stdout_console
+from kvmesh.worker.engine import EngineConfigError
 from kvmesh.worker.engines.mock.core_options import core_options
+from kvmesh.worker.engines.retention_settings import retention_options
 from kvmesh.workload.analysis.memory import memory_line
 from kvmesh.workload.errors import WorkloadError
 
@@ -28,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s WORKLOAD … [options]"
     parser.add_argument("sources", nargs="+", metavar="WORKLOAD", help=SOURCES)
     parser.add_argument("--limit", type=positive, metavar="N", help="only the first N requests")
-    add_scenario(parser, str(WORKERS), str(BLOCK_SIZE), "none")
+    add_scenario(parser, str(WORKERS), "that of [worker]", "none")
     add_trace_options(parser)
 
 
@@ -36,13 +37,15 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     try:
         workload, summary = load_trace(arguments, arguments.sources, arguments.seed)
         workload = workload.first(arguments.limit)
-        core = core_options(settings.mock, arguments.block_size or BLOCK_SIZE)
+        worker = settings.worker
+        block_size = arguments.block_size or worker.block_size
+        core = core_options(settings.mock, block_size, retention_options(worker))
         options = scenarios(arguments, settings, (WorkerOptions(WORKERS, core),))
         promises = parsed_promises(settings)
         runs = [simulate(workload, each) for each in options]
     except (
         WorkloadError, SimulationError, RouterConfigError, StepProfileError, PlannerConfigError,
-        OSError,
+        EngineConfigError, OSError,
     ) as error:  # fmt: skip
         return failed("simulate", error, 2)
     title = f"{title_of(arguments.sources)}, {counted(len(workload), 'request')}"

@@ -19,7 +19,7 @@ from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.content.tagged import Reading
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.openai import StreamOptions
-from kvmesh.frontend.apis.sampling import MAX_TOKENS, SamplingBody, to_sampling
+from kvmesh.frontend.apis.sampling import MAX_TOKENS, Effort, SamplingBody, to_sampling
 from kvmesh.frontend.apis.tool_definitions import ToolDefinitions
 from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.conversation import (
@@ -92,10 +92,11 @@ class FunctionTool(Struct):
 
 class Grammar(Struct):
     definition: str | None = None
-    syntax: str | None = None
+    syntax: Literal["lark", "regex"] | None = None
 
 
 class CustomFormat(Struct):
+    type: Literal["text", "grammar"] | None = None
     grammar: Grammar | None = None
 
 
@@ -163,7 +164,7 @@ class ChatBody(SamplingBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Effort | None = None
     thinking_token_budget: int | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: CacheRetention | None = None
@@ -225,6 +226,7 @@ def _check(body: ChatBody, known: int) -> None:
     check_length(known + len(body.messages), 1, MAX_MESSAGES, "messages")
     check_length(len(body.tools or []), 0, MAX_TOOLS, "tools")
     check_range(body.n, 1, MAX_CHOICES, "n")
+    check_range(body.max_completion_tokens, 1, MAX_TOKENS, "max_completion_tokens")
     check_range(body.thinking_token_budget, 0, MAX_TOKENS, "thinking_token_budget")
     UNSUPPORTED.refuse(body)
     if any(modality != "text" for modality in body.modalities or ()):
@@ -362,7 +364,7 @@ def _choice(choice: str | ChatToolChoice | None) -> ToolChoice:
         if choice.allowed_tools is not None:
             return allowed_choice(choice.allowed_tools.mode, choice.allowed_tools.tools)
         named = choice.function or choice.custom
-        if named is None and choice.type not in TOOL_CHOICES:
+        if choice.type not in TOOL_CHOICES:
             reason = f"`tool_choice.type`: unknown `{choice.type}`."
             raise InvalidRequest(reason, "tool_choice.type")
         if named is None:

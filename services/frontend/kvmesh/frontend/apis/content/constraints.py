@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from kvmesh.bus.messages import Guided
 from kvmesh.frontend.apis.base import as_json, missing
+from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.errors import InvalidRequest
 
 MAX_ALTERNATIVES = 1 << 12
@@ -21,6 +22,9 @@ _SPELLED = (  # fields of `ConstraintBody`, and the fields of `StructuredOutputs
     ("guided_grammar", "grammar"),
     ("grammar", "grammar"),
     ("ebnf", "grammar"),
+)
+JSON_OPTIONS = UnsupportedFields(
+    whitespace_pattern=None, disable_any_whitespace=None, disable_additional_properties=None
 )
 _spelled = attrgetter(*(name for name, _ in _SPELLED))
 _NONE = (None,) * len(_SPELLED)
@@ -39,7 +43,7 @@ class ResponseFormat(Struct):
 
 
 class StructuredOutputsBody(Struct):
-    """vLLM's, but for `structural_tag` and the options of its backends."""
+    """vLLM's, but for `structural_tag` and, for an answer in JSON, JSON_OPTIONS."""
 
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None
@@ -47,6 +51,9 @@ class StructuredOutputsBody(Struct):
     choice: list[str] | None = None
     grammar: str | None = None
     structural_tag: Any = None
+    whitespace_pattern: Any = None
+    disable_any_whitespace: Any = None
+    disable_additional_properties: Any = None
 
 
 class ConstraintBody(Struct, kw_only=True):
@@ -108,6 +115,8 @@ def structured(outputs: StructuredOutputsBody | None) -> list[tuple[str, Guided]
     if outputs.structural_tag:
         name = "structured_outputs.structural_tag"
         raise InvalidRequest(f"`{name}` is not supported; use `tools`.", name)
+    if outputs.json or outputs.json_object:
+        JSON_OPTIONS.refuse(outputs, "structured_outputs.")
     kinds = ("json", "json_object", "regex", "choice", "grammar")
     return _read((f"structured_outputs.{kind}", kind, getattr(outputs, kind)) for kind in kinds)
 

@@ -15,10 +15,10 @@ class UnsupportedFields:
         first = next(iter(instead))
         self._values = attrgetter(first, *instead)  # of two names at least: then it makes a tuple
 
-    def refuse(self, body: Struct) -> None:
-        """Raise InvalidRequest if one of the fields asks for something."""
+    def refuse(self, body: Struct, prefix: str = "") -> None:
+        """Raise InvalidRequest, with the path from `prefix` on, if a field asks for something."""
         if any(self._values(body)):
             name = next(name for name in self._instead if getattr(body, name))
             instead = self._instead[name]
             hint = f"; use `{instead}`" if instead else ""
-            raise InvalidRequest(f"`{name}` is not supported{hint}.", name)
+            raise InvalidRequest(f"`{prefix}{name}` is not supported{hint}.", prefix + name)

@@ -53,7 +53,7 @@ class OutputFormat(Struct):
 
 
 class OutputConfig(Struct):
-    effort: str | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 

@@ -34,6 +34,7 @@ from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.content.tagged import Foreign, Reading
 from kvmesh.frontend.apis.faults import MISSING
 from kvmesh.frontend.apis.nvext import Nvext
+from kvmesh.frontend.apis.openai import Metadata
 from kvmesh.frontend.apis.responses.hosted_items import hosted_messages
 from kvmesh.frontend.apis.responses.references import ItemHead
 from kvmesh.frontend.apis.responses.tool_bodies import (
@@ -42,7 +43,7 @@ from kvmesh.frontend.apis.responses.tool_bodies import (
     definitions,
     tool_choice,
 )
-from kvmesh.frontend.apis.sampling import MAX_TOKENS
+from kvmesh.frontend.apis.sampling import MAX_TOKENS, Effort
 from kvmesh.frontend.apis.sealed_reasoning import SealedTooLong
 from kvmesh.frontend.apis.turns.bodies import TurnBody
 from kvmesh.frontend.conversation import (
@@ -66,7 +67,17 @@ KNOWN = frozenset(
 COMPACTION, TRIGGER = "compaction", "compaction_trigger"
 T = TypeVar("T")
 LOGPROBS = "message.output_text.logprobs"
-INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # the others have no effect
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 ROLES: dict[str, Literal["system", "user", "assistant"]] = {
     "system": "system",
     "developer": "system",
@@ -98,12 +109,12 @@ class TextFormat(Struct):
 
 class TextBody(Struct):
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningBody(Struct):
-    effort: str | None = None
-    summary: str | None = None
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
 
 
 class ContextManagementEntry(Struct):
@@ -133,10 +144,10 @@ class ResponsesBody(Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
-    include: list[str] | None = None
+    include: list[Included] | None = None
     reasoning: ReasoningBody | None = None
     text: TextBody | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     user: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
     prompt_cache_key: str | None = None

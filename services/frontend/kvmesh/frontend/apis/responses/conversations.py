@@ -1,12 +1,13 @@
 """Conversations that the mesh keeps for clients: their bodies and their items. Pure."""
 
 from collections.abc import Iterable
-from typing import Annotated, Any, TypeAlias
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Raw, Struct
 
 from kvmesh.frontend.apis.base import StoredTurn, check_length, decode
+from kvmesh.frontend.apis.openai import Metadata
 from kvmesh.frontend.apis.responses.body import storable_items
 from kvmesh.frontend.apis.responses.input_items import input_item
 from kvmesh.frontend.apis.responses.items import RESPONSE_PREFIX
@@ -14,10 +15,6 @@ from kvmesh.frontend.apis.responses.references import head_of
 
 CONVERSATION_PREFIX = "conv_"
 MAX_ADDED = 20  # items of one request
-Metadata: TypeAlias = Annotated[
-    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
-    Meta(max_length=16),
-]
 _NOTHING = Raw(b"null")
 
 

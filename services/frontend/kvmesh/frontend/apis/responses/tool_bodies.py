@@ -6,10 +6,16 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvmesh.frontend.apis.base import missing
-from kvmesh.frontend.apis.chat.body import OWN_TOOLS, AllowedTool, allowed_choice
+from kvmesh.frontend.apis.chat.body import OWN_TOOLS, AllowedTool, Grammar, allowed_choice
 from kvmesh.frontend.apis.tool_definitions import ToolDefinitions
 from kvmesh.frontend.conversation import Tool, ToolChoice
 from kvmesh.frontend.errors import InvalidRequest
+
+
+class ResponsesFormat(Grammar):
+    """The grammar of a custom tool, which chat completions have in a field of its own."""
+
+    type: Literal["text", "grammar"] | None = None
 
 
 class ResponsesToolBody(Struct):
@@ -20,7 +26,7 @@ class ResponsesToolBody(Struct):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    format: dict[str, Any] | None = None
+    format: ResponsesFormat | None = None
     defer_loading: bool | None = None
     tools: "list[ResponsesToolBody] | None" = None
 
@@ -47,9 +53,8 @@ def _one_tool(tool: ResponsesToolBody, namespace: str | None, where: str) -> Too
         raise missing(f"{where}.name")
     description = tool.description or ""
     if tool.type == "custom":
-        form = tool.format or {}
-        grammar, regex = form.get("definition"), form.get("syntax") == "regex"
-        text = grammar if isinstance(grammar, str) else None
+        form = tool.format or ResponsesFormat()
+        text, regex = form.definition, form.syntax == "regex"
         made = Tool(tool.name, description, {}, namespace, custom=True, grammar=text, regex=regex)
         return replace(made, deferred=bool(tool.defer_loading))
     return Tool(

@@ -9,6 +9,7 @@ from msgspec import Meta, Raw, Struct
 
 from kvmesh.bus.errors import Conflict
 from kvmesh.frontend.apis.base import decode, decode_query, json_encode
+from kvmesh.frontend.apis.openai import Metadata
 from kvmesh.frontend.batches.batch import BatchCounts, Form, StoredBatch, cancelled
 from kvmesh.frontend.batches.forms import message_batch, openai_batch
 from kvmesh.frontend.batches.lines import MAX_CUSTOM_ID, MAX_LINES, METHOD
@@ -18,7 +19,7 @@ from kvmesh.frontend.batches.store import BatchNotFound
 from kvmesh.frontend.errors import InvalidRequest, Unavailable
 from kvmesh.frontend.fair_threads import FairThreads
 from kvmesh.frontend.http.batches.files import PURPOSE, ExpiresAfter
-from kvmesh.frontend.http.batches.pages import page
+from kvmesh.frontend.http.batches.pages import PageQuery, page
 from kvmesh.frontend.http.batches.uploads import send
 from kvmesh.frontend.http.bodies import check_utf8, read_body
 from kvmesh.frontend.http.endpoint import Answer, EndpointCall, EndpointFactory
@@ -28,13 +29,11 @@ from kvmesh.settings.schema import FrontendSettings
 OPENAI, MESSAGES = "/v1/batches", "/v1/messages/batches"
 MESSAGE_ENDPOINT = "/v1/messages"
 TENANT_HEADER = "x-tenant-id"
-MAX_METADATA = 16
+LISTED = 20  # batches of a page, if a client asks for no other number
 CHANGES = 10  # attempts to change a batch that its frontend changes, too
 CHANGE_S = 0.05
 JSONL = "application/x-jsonl"
 CustomId = Annotated[str, Meta(min_length=1, max_length=MAX_CUSTOM_ID)]
-MetadataKey = Annotated[str, Meta(max_length=64)]
-MetadataValue = Annotated[str, Meta(max_length=512)]
 
 
 class BatchBody(Struct):
@@ -43,9 +42,7 @@ class BatchBody(Struct):
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/responses", "/v1/completions"]
     completion_window: Literal["24h"]
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA)] | None = (
-        None
-    )
+    metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
 
@@ -61,14 +58,8 @@ class MessageBatchBody(Struct):
 
 
 class BatchesQuery(Struct):
-    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    limit: Annotated[int, Meta(ge=1, le=100)] = LISTED
     after: str | None = None
-
-
-class MessageBatchesQuery(Struct):
-    limit: Annotated[int, Meta(ge=1, le=1000)] = 20
-    after_id: str | None = None
-    before_id: str | None = None
 
 
 _batch_bodies = msgspec.json.Decoder(BatchBody)
@@ -168,10 +159,10 @@ class BatchEndpoints:
         return page([openai_batch(batch) for batch in found], query.limit, query.after)
 
     async def _list_messages(self, call: EndpointCall[None]) -> Answer:
-        query = decode_query(call.http.query, MessageBatchesQuery)
+        query = decode_query(call.http.query, PageQuery)
         found = await self._store.batches(call.caller.tenant, "anthropic")
         shown = [self._shown(call, batch) for batch in found]
-        return page(shown, query.limit, query.after_id, query.before_id)
+        return page(shown, query.limit or LISTED, query.after_id, query.before_id)
 
     async def _get(self, call: EndpointCall[None]) -> Answer:
         return openai_batch((await self._batch(call, "openai"))[0])

@@ -86,10 +86,11 @@ class PinStore:
 
     async def list_tenant(self, tenant: str, now: float) -> list[PinHead]:
         """A tenant's pins, oldest first."""
-        return await self._heads(f"{_tokens(tenant)}.*", now)
+        heads = await self._heads(f"{_tokens(tenant)}.*", now)
+        return sorted(heads, key=lambda head: head.created)
 
     async def list_owner(self, owner: str, now: float) -> list[PinHead]:
-        """Pins of all parts of an owner, oldest first."""
+        """Pins of all parts of an owner, in the order in which they were stored."""
         return await self._heads(f"{_token(owner)}.>", now)
 
     async def list_all(self, now: float) -> list[StoredPin]:
@@ -102,8 +103,7 @@ class PinStore:
         async with self._access():
             found = await read_headers(self._bus, self._bus.subjects.pins_bucket, keys)
         heads = [_heads.decode(headers[HEAD]) for headers in found.values() if HEAD in headers]
-        valid = [head for head in heads if head.expires > now]
-        return sorted(valid, key=lambda head: head.created)
+        return [head for head in heads if head.expires > now]
 
     @asynccontextmanager
     async def _access(self) -> AsyncIterator[None]:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from itertools import takewhile
 from typing import Any
 
 from kvmesh.bus.messages import Instance, Pin, Unpin, owner
@@ -46,14 +47,29 @@ class PinEndpoints:
         """Store the pin, replacing one of the same id; raises ApiError (429) beyond the limits."""
         old = await self._store.get(pin.tenant, pin.id, now)
         if old is None:
-            others = await self._store.list_owner(owner(pin.tenant), now)
-            size = sum(other.bytes for other in others) + len(pin.sequence_hashes)
-            if len(others) >= MAX_PINS or size > MAX_BYTES:
-                reason = f"More than {MAX_PINS} pins or {MAX_BYTES >> 20} MiB of hashes are pinned."
-                raise ApiError("rate_limit", reason, code="too_many_pins")
-        if old is not None and old.model != pin.model:
+            await self._check_number(pin, now)
+        elif old.model != pin.model:
             await self._unpin(old)
         await self._store.put(pin)
+        if old is None:
+            try:
+                await self._check_number(pin, now)
+            except ApiError:
+                await self._store.delete(pin)
+                raise
+
+    async def _check_number(self, pin: StoredPin, now: float) -> None:
+        """Raises ApiError (429) if an owner has too many pins before this one.
+
+        Checked again after a pin is stored: the order in the bucket decides between those that are
+        stored at once.
+        """
+        found = await self._store.list_owner(owner(pin.tenant), now)
+        others = list(takewhile(lambda head: head != pin.head, found))
+        size = sum(other.bytes for other in others) + len(pin.sequence_hashes)
+        if len(others) >= MAX_PINS or size > MAX_BYTES:
+            reason = f"More than {MAX_PINS} pins or {MAX_BYTES >> 20} MiB of hashes are pinned."
+            raise ApiError("rate_limit", reason, code="too_many_pins")
 
     async def list_own(self, call: EndpointCall[None]) -> dict[str, Any]:
         pins = await self._store.list_tenant(call.caller.tenant, time.time())

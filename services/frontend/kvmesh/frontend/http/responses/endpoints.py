@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from aiohttp import web
+from msgspec import Struct
 
 from kvmesh.frontend.apis.base import decode_query, json_encode
 from kvmesh.frontend.apis.responses.input_items import ItemsQuery, input_of, item_list
@@ -16,6 +17,10 @@ from kvmesh.frontend.http.responses.background import BackgroundResponses, Resum
 from kvmesh.frontend.http.responses.store import ResponseNotFound, ResponseStore
 
 PATH = "/v1/responses/{id}"
+
+
+class StoredQuery(Struct):
+    stream: bool = False
 
 
 class StoredResponseEndpoints:
@@ -47,7 +52,7 @@ class StoredResponseEndpoints:
 
     async def _get(self, call: EndpointCall[None]) -> web.StreamResponse | bytes:
         tenant, resume = call.caller.tenant, self._resumer(call.caller)
-        if call.http.query.get("stream", "false") != "false":
+        if decode_query(call.http.query, StoredQuery).stream:
             after = starting_after(call.http)
             try:
                 return await self._background.follow(call.http, call.path_id, tenant, after, resume)

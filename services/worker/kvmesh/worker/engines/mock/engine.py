@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from kvmesh.bus.messages import (
     GENERATE,
@@ -20,7 +21,7 @@ from kvmesh.bus.messages import (
     StartPhase,
     Work,
 )
-from kvmesh.hashing import TOKEN_BYTES
+from kvmesh.hashing import FIRST_IMAGE_TOKEN, TOKEN_BYTES
 from kvmesh.retention.awaited_prompts import on_clock
 from kvmesh.runtime.service import VERSION
 from kvmesh.settings.schema import MockSettings
@@ -301,6 +302,7 @@ class MockEngine:
     def _request(self, work: Work) -> Request:
         if self._writer is None:
             raise ValueError("the engine has not started")
+        _check_tokens(work, self._writer.vocabulary)
         answer = pooling.ANSWER if work.pooling is not None else self._writer.answer(work)
         if answer.target <= work.generated:
             raise ValueError(f"this answer ends after {answer.target} tokens")
@@ -388,6 +390,15 @@ class _Live:
         self.logprobs = work.sampling.logprobs
         self.pooled: tuple[Work, Pooling] | None = None
         self.handoff = {"tokens": len(work.tokens) // TOKEN_BYTES} if work.prefill else None
+
+
+def _check_tokens(work: Work, vocabulary: int) -> None:
+    """Raises ValueError for ids beyond the vocabulary, as engines with a model do."""
+    prompt = np.frombuffer(work.tokens, "<u4")
+    beyond = prompt[(prompt >= vocabulary) & (prompt < FIRST_IMAGE_TOKEN)]
+    for token in (*beyond[:1].tolist(), *work.sampling.logit_bias):
+        if token >= vocabulary:
+            raise ValueError(f"token {token} is not in the model's vocabulary")
 
 
 def _remote_tokens(work: Work) -> int:

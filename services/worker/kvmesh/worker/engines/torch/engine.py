@@ -153,8 +153,9 @@ class TorchEngine:
         tokens = memoryview(work.tokens).cast("I")
         if not tokens:
             raise Rejected("the prompt is empty")
-        if max(tokens) >= core.model.vocabulary:
-            raise Rejected(f"token {max(tokens)} is not in the model's vocabulary")
+        highest = max([max(tokens), *work.sampling.logit_bias])
+        if highest >= core.model.vocabulary:
+            raise Rejected(f"token {highest} is not in the model's vocabulary")
         try:
             self._submit_to_core(core, work, _sampler(work, core.model, grammars))
         except ValueError as error:

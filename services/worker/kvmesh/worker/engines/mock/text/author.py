@@ -80,7 +80,7 @@ class AnswerWriter:
         self._tokenizer = source.tokenizer
         self._source = source
         self._script = script
-        self.vocabulary = self._tokenizer.get_vocab_size()
+        self.vocabulary = 1 + max(self._tokenizer.get_vocab().values())
 
     def answer(self, work: Work) -> MockAnswer:
         """The whole answer to `work`, including tokens that an earlier worker has generated.
