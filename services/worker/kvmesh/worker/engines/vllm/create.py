@@ -85,7 +85,7 @@ def create(context: EngineContext) -> "VllmEngine":
         os.environ.setdefault(AOT, "0")
         arguments["block_size"] = _cpu_block_size(arguments["block_size"])
     arguments = lora_arguments(arguments, len(adapters), worker.max_adapters, on_cpu)
-    engine = engine_type(
+    return engine_type(
         arguments,
         VllmAdapters(adapters),
         served,
@@ -99,8 +99,6 @@ def create(context: EngineContext) -> "VllmEngine":
         servers=context.begun,
         on_refused=context.on_refused,
     )
-    engine.expects_returns = engine_type.retains and worker.eviction == "forecast"
-    return engine
 
 
 def _cpu_block_size(size: int) -> int:
