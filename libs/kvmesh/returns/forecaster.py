@@ -98,7 +98,6 @@ class Turn:
     session: str
     owner: str
     end: int
-    blocks: int
     number: int
     new_tokens: int
     pause_s: float | None
@@ -159,7 +158,7 @@ class ReturnForecaster:
 
     def _turn(self, decision: Decision, now: float) -> Turn:
         hashes = memoryview(decision.sequence_hashes).cast("Q")
-        hints, end, blocks = decision.hints, hashes[-1], len(hashes)
+        hints, end = decision.hints, hashes[-1]
         before, shared = self._continued(hashes)
         number, pause_s = 0, None
         if before is not None and before.awaited is not None:
@@ -181,7 +180,6 @@ class ReturnForecaster:
             session=hints.session or "",
             owner=hints.tenant or "",
             end=end,
-            blocks=blocks,
             number=number,
             new_tokens=max(decision.tokens - shared * (decision.block_size or 1), 0),
             pause_s=pause_s,
