@@ -240,7 +240,7 @@ def measure(case: Case, checkout: Path | None, seed: int) -> float:
         socket.bind(endpoint := f"ipc://{folder}/events")
         follower = Follower(checkout, endpoint)
         try:
-            if not socket.poll(WAIT_S * 1e3):
+            if not socket.poll(int(WAIT_S * 1e3)):
                 raise RuntimeError("the follower does not subscribe; its checkout needs pyzmq")
             socket.recv()  # the subscription
             until(follower, 0, 0)

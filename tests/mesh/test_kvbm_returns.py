@@ -1,9 +1,8 @@
-"""A router's forecasts reach the kvbm of the node, and change which blocks it evicts."""
+"""A router's forecasts reach the kvbm of the node, which loads blocks back before they are read."""
 
 import json
 import urllib.request
 from collections.abc import Iterator
-from functools import partial
 from http.client import HTTPResponse
 from pathlib import Path
 
@@ -12,12 +11,11 @@ from support.mesh import Mesh, scrape
 from support.nats import NatsServer, free_port
 from support.wait import PATIENCE_S, eventually
 
-SOON_S, LATE_S = 30.0, 7000.0
-LATE = 8
+SOON_S = 30.0
 
 
 class Node:
-    """A mesh of one mock worker with a kvbm of 256 blocks, and its client."""
+    """A mesh of one mock worker with a kvbm that has a disk, and its client."""
 
     def __init__(self, mesh: Mesh, port: int) -> None:
         self.mesh = mesh
@@ -40,17 +38,10 @@ class Node:
         usage = json.loads(lines[-1].removeprefix(b"data: "))["usage"]
         return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
 
-    def clear_engine(self) -> None:
-        """Drop what the engine itself caches."""
-        body = {"model": "kvmesh-demo", "tiers": [0]}
+    def clear_memory(self) -> None:
+        """Drop what the engine and the kvbm have in memory."""
+        body = {"model": "kvmesh-demo", "tiers": [0, 1]}
         self._post("/v1/cache/clear", body, "operator").close()
-
-    def has_written(self, blocks: float) -> bool:
-        written = self.metric("written_blocks_total") > blocks
-        return written and not self.metric("staged_bytes")
-
-    def has_forecasts(self, count: int) -> bool:
-        return self.metric('return_forecasts_total{result="applied"}') >= count
 
     def metric(self, name: str) -> float:
         return scrape(self.port).get(f"kvmesh_kvbm_{name}", 0.0)
@@ -64,38 +55,32 @@ class Node:
         return answer
 
 
-@pytest.fixture(params=["forecast", "lru"])
-def node(nats_server: NatsServer, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Node]:
+@pytest.fixture
+def node(nats_server: NatsServer, tmp_path: Path) -> Iterator[Node]:
     port = free_port()
     env = {
         "KVMESH_MOCK_KVBM": "true",
         "KVMESH_KVBM_HOST_BYTES": str(1 << 20),
+        "KVMESH_KVBM_DISK_PATH": str(tmp_path / "disk"),
+        "KVMESH_KVBM_DISK_FREQUENCY": "1",
         "KVMESH_KVBM_METRICS_PORT": str(port),
-        "KVMESH_KVBM_EVICTION": request.param,
     }
     mesh = Mesh(nats_server.url, tmp_path, env)
     yield Node(mesh, port)
     mesh.stop()
 
 
-async def test_the_kvbm_keeps_the_prompt_that_is_about_to_return(node: Node) -> None:
+async def test_the_kvbm_loads_the_prompt_that_is_about_to_return(node: Node) -> None:
     mesh = node.mesh
-    by_forecast = mesh.env["KVMESH_KVBM_EVICTION"] == "forecast"
     mesh.start("kvbm", "kvbm-0")
     mesh.start_all(1)
     await mesh.ready()
     await eventually(lambda: node.metric("workers") == 1, what="the worker attaches")
-    sessions = {"soon": SOON_S} | {f"late-{n}": LATE_S for n in range(LATE)}
-    for number, (session, remaining_s) in enumerate(sessions.items(), 1):
-        before = node.metric("written_blocks_total")
-        node.ask(session, remaining_s)
-        written = partial(node.has_written, before + 20)
-        await eventually(written, what="the blocks are written through")
-        if by_forecast:
-            await eventually(partial(node.has_forecasts, number), what="the forecast arrives")
-    assert node.metric('evicted_blocks_total{tier="1"}') > 0
-    unlikely = node.metric('unlikely_blocks_total{tier="1"}')
-    assert unlikely > 0 if by_forecast else unlikely == 0
-    node.clear_engine()
-    cached = node.ask("soon")
-    assert cached >= 64 if by_forecast else cached == 0  # the first batch; the rest is computed
+    node.ask("soon", SOON_S)
+    applied = 'return_forecasts_total{result="applied"}'
+    await eventually(lambda: node.metric(applied) >= 1, what="the forecast arrives")
+    await eventually(lambda: node.metric('blocks{tier="2"}') >= 20, what="the blocks are on disk")
+    node.clear_memory()
+    await eventually(lambda: node.metric("restored_bytes_total") > 0, what="blocks are restored")
+    assert node.ask("soon") >= 64
+    assert node.metric("restored_read_bytes_total") > 0

@@ -1,4 +1,4 @@
-"""Routers send forecasts of returns to the workers that computed the prompts."""
+"""Routers send forecasts of returns to the kvbms of the nodes that computed the prompts."""
 
 import time
 from collections.abc import AsyncIterator
@@ -10,12 +10,16 @@ from support.routing import request, sequence
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.messages import (
     ExpectReturns,
     Hints,
+    Instance,
     MessageDecoder,
+    NodeStore,
     Outcome,
     ReturnForecast,
+    Role,
     ToolEvent,
 )
 from kvmesh.bus.streams.configuration import StreamLimits
@@ -27,7 +31,7 @@ TEN = sequence(*range(10))
 
 @asynccontextmanager
 async def heard(bus: Bus, instance: str) -> AsyncIterator[list[ReturnForecast]]:
-    """The forecasts for a worker from now on."""
+    """The forecasts for a kvbm from now on."""
     forecasts: list[ReturnForecast] = []
 
     def receive(message: ExpectReturns) -> None:
@@ -54,16 +58,38 @@ def ended(bus: Bus, name: str, instance: str) -> None:
     bus.post(bus.subjects.route("m"), outcome)
 
 
+@asynccontextmanager
+async def node(bus: Bus, limits: StreamLimits, name: str, expects: bool) -> AsyncIterator[None]:
+    """Cards of a worker and a kvbm on one machine."""
+    card = Instance(
+        instance=f"{name}-kvbm",
+        role=Role.KVBM,
+        name=name,
+        version="0",
+        started=0.0,
+        node=name,
+        expects_returns=expects,
+        store=NodeStore(directory="", tier_bytes=[1], models=["m"]),
+    )
+    lease = Lease(bus, card, limits)
+    await lease.open()
+    try:
+        async with running_workers(bus, limits, name, node=name):
+            yield
+    finally:
+        await lease.close()
+
+
 @pytest.mark.parametrize("forecast_returns", [True, False])
 async def test_a_harness_that_knows_when_its_tool_ends_is_expected_then(
     bus: Bus, options: BusOptions, limits: StreamLimits, forecast_returns: bool
 ) -> None:
     await scripted_index(bus, {})
     async with (
-        running_workers(bus, limits, "a", expects_returns=True),
+        node(bus, limits, "a", True),
         running_router(options, "r1", forecast_returns=forecast_returns),
         running_router(options, "r2", forecast_returns=forecast_returns),
-        heard(bus, "a") as forecasts,
+        heard(bus, "a-kvbm") as forecasts,
     ):
         await request_placement(bus, request("1", TEN, hints=Hints(session="s")))
         ended(bus, "1", "a")
@@ -71,30 +97,28 @@ async def test_a_harness_that_knows_when_its_tool_ends_is_expected_then(
         def report() -> bool:
             event = ToolEvent(session="s", event="started", time=time.time(), remaining_s=60.0)
             bus.post(bus.subjects.tool("s"), event)
-            return bool(forecasts)
+            rates = [unpack_rates(forecast.rates) for forecast in forecasts]
+            return any(each[age_bin(60.0)] > 100 * each[age_bin(6.0)] for each in rates)
 
         if not forecast_returns:
             report()
             await request_placement(bus, request("2", TEN))
             assert not forecasts
             return
-        await eventually(report, what="a forecast")
-        forecast = forecasts[0]
-        assert (forecast.request, forecast.rank) == ("1", 0)
-        rates = unpack_rates(forecast.rates)
-        assert rates[age_bin(60.0)] > 100 * rates[age_bin(6.0)]
+        await eventually(report, what="a forecast for the end of the tool")
+        assert {(each.request, each.rank) for each in forecasts} == {("1", 0)}
 
 
-async def test_a_worker_that_does_not_expect_returns_gets_none(
+async def test_a_kvbm_that_does_not_expect_returns_gets_none(
     bus: Bus, options: BusOptions, limits: StreamLimits
 ) -> None:
     await scripted_index(bus, {})
     async with (
-        running_workers(bus, limits, "old", expects_returns=False),
-        running_workers(bus, limits, "new", expects_returns=True),
+        node(bus, limits, "old", False),
+        node(bus, limits, "new", True),
         running_router(options),
-        heard(bus, "old") as by_old,
-        heard(bus, "new") as by_new,
+        heard(bus, "old-kvbm") as by_old,
+        heard(bus, "new-kvbm") as by_new,
     ):
         for name in ("1", "2", "3", "4"):
             placed = await request_placement(

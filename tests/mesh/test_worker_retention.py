@@ -1,6 +1,5 @@
 """Retention over the bus: sessions that share a prefix, pins, and engines that cannot."""
 
-import time
 from array import array
 
 from support.wait import eventually
@@ -8,15 +7,12 @@ from support.worker import FAST, SALT, ScriptedFrontend, Workers, prompt, work
 
 from kvmesh.bus.messages import (
     Clear,
-    ExpectReturns,
     Pin,
     Release,
     Retain,
-    ReturnForecast,
     Unpin,
 )
 from kvmesh.hashing import block_hashes
-from kvmesh.returns.rates import BINS, pack_rates
 
 RANK = ("w-1", 0)
 
@@ -70,25 +66,3 @@ async def test_pins_and_directives_are_answered(
     assert (await frontend.control("w-1", Clear(salt=SALT))).blocks == 0
     assert (await frontend.control("w-1", Clear(salt=SALT, tenant="t"))).blocks == 4
     await eventually(lambda: not frontend.contents.held[RANK])
-
-
-async def test_forecasts_order_eviction_and_are_not_answered(
-    frontend: ScriptedFrontend, workers: Workers
-) -> None:
-    """The card says that a worker wants them; their senders wait for nothing."""
-    started = await workers.start(FAST)
-    await frontend.dispatch("w-1", work("a", prompt(64), max_tokens=1, session="s"))
-    await frontend.done("a")
-    soon, since = pack_rates([1.0] * BINS), time.time()
-    forecasts = [
-        ReturnForecast("a", 0, since, soon),
-        ReturnForecast("unknown", 0, since, soon),
-        ReturnForecast("a", 0, since, b"malformed"),
-    ]
-    frontend.bus.post(frontend.bus.subjects.returns("w-1"), ExpectReturns(forecasts))
-    applied = {"applied": 1, "unknown": 1, "malformed": 1}
-    await eventually(lambda: started.node.retention()[0].forecasts == applied)
-    await frontend.dispatch("w-1", work("b", prompt(80), max_tokens=1, session="s"))
-    await frontend.done("b")
-    (state,) = started.node.retention()
-    assert state.returns == {"held": 1, "evicted": 0}

@@ -49,7 +49,6 @@ class ManagedNode:
         disk: int = 0,
         remote: int = 0,
         share: float = 0.5,
-        by_forecast: bool = True,
         restores: bool = False,
         frequency: float = 1.0,
     ) -> None:
@@ -61,7 +60,6 @@ class ManagedNode:
             remote=RemoteTierConfig(remote, LEASE_S) if remote else None,
             shares=bool(remote),
             remote_frequency=frequency,
-            by_forecast=by_forecast,
             restores=restores,
         )
         self.manager = Manager(config)

@@ -4,19 +4,15 @@ Lengths are in blocks, since engines support different block sizes.
 """
 
 import asyncio
-import time
 from array import array
 from functools import partial
 
-from kvmesh.bus.messages import Clear, Pin, Release, Retain, ReturnForecast, Unpin
-from kvmesh.returns.rates import BINS, pack_rates
-from kvmesh.worker.capabilities import Expecting, Retaining
+from kvmesh.bus.messages import Clear, Pin, Release, Retain, Unpin
+from kvmesh.worker.capabilities import Retaining
 from support.engines import StartedEngine
 from support.wait import eventually
 
 TENANT_BLOCKS = 32
-SOON, NEVER = pack_rates([1.0] * BINS), pack_rates([1e-7] * BINS)
-WITHDRAWN = pack_rates([0.0] * BINS)
 MAIN, CLEARED, TITLE = 7 << 32 | 1, 7 << 32 | 2, 8 << 32 | 1  # CLEARED is of MAIN's agent
 
 
@@ -54,13 +50,6 @@ def counts(started: StartedEngine) -> dict[str, int]:
     assert isinstance(started.engine, Retaining)
     outcomes = started.engine.retention()[0].outcomes
     return {name: outcomes[name] - started.earlier.get(name, 0) for name in outcomes}
-
-
-async def expect(started: StartedEngine, request: str, rates: bytes, ago: float = 0.0) -> None:
-    """Forecast the return of an ended request."""
-    assert isinstance(started.engine, Expecting)
-    forecast = ReturnForecast(request, 0, time.time() - ago, rates)
-    await started.engine.expect_returns([forecast])
 
 
 def charged_blocks(started: StartedEngine) -> int:
@@ -448,56 +437,3 @@ class RetentionSuite:
         await eventually(lambda: started.held_hashes == others)
         assert (await started.execute(Clear())).blocks == 4
         await eventually(lambda: not started.held_hashes)
-
-    async def test_blocks_go_by_the_return_that_is_forecast(self, started: StartedEngine) -> None:
-        """The session that will be back keeps its blocks, though it ran before the others."""
-        assert started.info.expects_returns
-        started.sink.reasons.clear()
-        soon, never, unknown = (started.prompt(8, first) for first in (0, 300, 600))
-        for name, tokens in (("soon", soon), ("unknown", unknown), ("never", never)):
-            await run(started, name, tokens, session=name)
-        await expect(started, "soon", SOON)
-        await expect(started, "never", NEVER)
-        await expect(started, "never", WITHDRAWN)
-        for number in range(4):
-            await run(started, f"next{number}", started.prompt(12, 1000 + number))
-        await started_holds(started, {soon: 8, never: 0})
-        assert held_blocks(started, unknown) >= 4
-        assert sum(n for (why, _), n in started.sink.reasons.items() if why == "unlikely") == 8
-        await fill_engine(started)
-        await started_holds(started, {soon: 8, unknown: 0})
-        again = joined(soon, started.prompt(1, 9))
-        await run(started, "soon again", again, session="soon")
-        assert started.sink.cached("soon again") == 8 * started.size
-        engine = started.engine
-        assert isinstance(engine, Retaining)
-        await eventually(lambda: engine.retention()[0].returns["held"] >= 1)
-
-    async def test_a_forecast_may_precede_the_end_and_be_replaced(
-        self, started: StartedEngine
-    ) -> None:
-        early, late = started.prompt(8), started.prompt(8, 300)
-        await expect(started, "early", SOON)
-        for name, tokens in (("early", early), ("late", late)):
-            await run(started, name, tokens, session=name)
-        await expect(started, "late", NEVER)
-        await expect(started, "late", SOON)
-        await expect(started, "early", SOON)
-        for name, rates in (("nobody", SOON), ("late", b"not sixteen")):
-            await expect(started, name, rates)
-        await fill_engine(started)
-        await started_holds(started, {early: 8, late: 8})
-
-    async def test_forecasts_do_not_retain_blocks_forever(self, started: StartedEngine) -> None:
-        """All memory can be reused, and a forecast that has not come true fades."""
-        quick = pack_rates([1.0] * 4 + [0.0] * (BINS - 4))
-        tokens = started.prompt(8)
-        await run(started, "a", tokens, session="a")
-        await expect(started, "a", quick, ago=60.0)
-        await fill_engine(started)
-        await started_holds(started, {tokens: 0})
-        for number in range(3):
-            prompt = started.prompt(20, 3000 + number)
-            await run(started, f"b{number}", prompt, session=f"b{number}")
-            await expect(started, f"b{number}", SOON)
-        await run(started, "c", started.prompt(30, 3500))

@@ -50,11 +50,11 @@ ONE_MEANING = {
     # what the cache did for a request, or for a tenant
     "account": "bus frontend",
     # the return of a prompt; the planner predicts loads
-    "forecast": "bus returns worker",
+    "forecast": "bus returns",
     # what an engine's events say that it holds
     "ledger": "worker",
     # what learns from requests and is judged against a fallback
-    "learner": "bus learning",
+    "learner": "bus",
 }
 
 

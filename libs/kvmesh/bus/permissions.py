@@ -168,8 +168,9 @@ def _worker(s: Subjects, name: str) -> Grant:
             *_reads(_objects(s.model_store_bucket), _kv(s.catalog_bucket)),
         ],
         [
-            *(s.work(own), s.ctl(own), s.returns(own), s.adapters(own), s.dump(own), s.ping(own)),
+            *(s.work(own), s.ctl(own), s.adapters(own), s.dump(own), s.ping(own)),
             *(s.weights(ANY), s.traces),
+            s.returns(own),  # of the former release alone, which is unready where it is refused
         ],
     )
 

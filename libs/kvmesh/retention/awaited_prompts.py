@@ -10,8 +10,7 @@ from typing import Generic, TypeVar
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import ReturnForecast, session_owner
-from kvmesh.retention.return_value import Expectation, TypicalReturn
-from kvmesh.returns.rates import unpack_rates
+from kvmesh.returns.rates import BINS, age_bin, unpack_rates
 from kvmesh.returns.value import chances_by_age, values_by_age
 
 log = logging.getLogger(__name__)
@@ -25,16 +24,41 @@ RESULTS = (APPLIED, UNKNOWN, MALFORMED)
 HELD, EVICTED = "held", "evicted"
 
 
+class Expectation:
+    """The expected return of one prompt: `values` in returns per second by age since `since`.
+
+    `chances` are the probabilities that it returns at all, by age. `over` is set once the prompt
+    has returned or its session has ended. `evicted` counts the blocks that were evicted meanwhile.
+    """
+
+    __slots__ = ("chances", "evicted", "over", "since", "values")
+
+    def __init__(
+        self, since: float, values: tuple[float, ...], chances: tuple[float, ...] = (1.0,) * BINS
+    ) -> None:
+        self.since = since
+        self.values = values
+        self.chances = chances
+        self.over = False
+        self.evicted = 0
+
+    def value(self, now: float) -> float:
+        """The value at `now`."""
+        return 0.0 if self.over else self.values[age_bin(now - self.since)]
+
+    def chance(self, now: float) -> float:
+        """The probability that the prompt returns after `now`."""
+        return 0.0 if self.over else self.chances[age_bin(now - self.since)]
+
+
 class AwaitedPrompt(Generic[P]):
     """An ended prompt with its answer: `blocks` full blocks, of which `last` is the last hash.
 
     `place` is where its owner finds the blocks. `forecast`: a forecast says what is expected.
-    `conversation` tells those of the session apart.
     """
 
     __slots__ = (
         "blocks",
-        "conversation",
         "expectation",
         "forecast",
         "last",
@@ -50,14 +74,12 @@ class AwaitedPrompt(Generic[P]):
         blocks: int,
         last: Hashable,
         place: P,
-        conversation: int = 0,
     ) -> None:
         self.request = request
         self.session = session
         self.blocks = blocks
         self.last = last
         self.place = place
-        self.conversation = conversation
         self.expectation: Expectation | None = None
         self.forecast = False
 
@@ -73,16 +95,12 @@ class AwaitedPrompts(Generic[P]):
     for the end of their request. A forecast holds until a
     prompt of the same session continues its prompt, or until the session gives that up or ends.
     `results` counts forecasts by what came of them first, and `returns` the prompts with a forecast
-    that returned, by what had become of their blocks. `typical` learns from the first forecast for
-    each prompt: a session whose later ones follow its reports does not change it for others.
+    that returned, by what had become of their blocks.
     """
 
-    def __init__(
-        self, typical: TypicalReturn, max_prompts: int = MAX_PROMPTS, max_blocks: float = inf
-    ) -> None:
+    def __init__(self, max_prompts: int = MAX_PROMPTS, max_blocks: float = inf) -> None:
         self.results: Counter[str] = Counter(dict.fromkeys(RESULTS, 0))
         self.returns: Counter[str] = Counter({HELD: 0, EVICTED: 0})
-        self._typical = typical
         self._max_prompts = max_prompts
         self._max_blocks = max_blocks
         self._blocks = 0
@@ -120,19 +138,6 @@ class AwaitedPrompts(Generic[P]):
             prompt.expectation, prompt.forecast = known.expectation, known.forecast
         return self.end(prompt)
 
-    def end_ahead(self, prompt: AwaitedPrompt[P]) -> bool:
-        """Record a prompt that was computed ahead: the next one of its conversation, as predicted.
-
-        It takes the place of the conversation's latest prompt, with the forecast for it. True if
-        something is expected of it.
-        """
-        awaited = self._by_session.get(prompt.session) if prompt.session is not None else None
-        for latest in reversed(awaited.values()) if awaited else ():
-            if latest.conversation == prompt.conversation:
-                prompt.request = latest.request
-                break
-        return self.grow(prompt) or prompt.expectation is not None
-
     def expectation(self, request: str) -> Expectation | None:
         """The expectation of the prompt of a request, if there is one."""
         prompt = self._ended.get(request)
@@ -165,7 +170,7 @@ class AwaitedPrompts(Generic[P]):
         known: dict[str, bool] = {}
         for number, prompt in enumerate(self._ended.values()):
             if prompt.expectation is not None and prompt.forecast:
-                value = prompt.expectation.at(now)[0]
+                value = prompt.expectation.value(now)
                 if value > 0.0 and _wants(prompt.session, wanted, known):
                     found.append((value, number, prompt.place))
         best = heapq.nlargest(count, found, key=_value_and_number)
@@ -210,8 +215,6 @@ class AwaitedPrompts(Generic[P]):
         self.results[APPLIED] += 1
         prompt.forecast = any(rates)
         values, chances, known = values_by_age(rates), chances_by_age(rates), prompt.expectation
-        if prompt.forecast and known is None:
-            self._typical.learn(rates)
         if known is None:
             prompt.expectation = Expectation(forecast.since, values, chances)
         else:
@@ -281,7 +284,7 @@ def with_expectation(
         return still_expected(expected)
     kept = still_expected(expected)
     if len(kept) >= MAX_EXPECTED:
-        least = min(kept, key=lambda one: one.at(now)[0])
+        least = min(kept, key=lambda one: one.value(now))
         kept = tuple([one for one in kept if one is not least])
     return (*kept, new)
 

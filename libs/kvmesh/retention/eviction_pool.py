@@ -1,9 +1,7 @@
 """Eviction pool: unused blocks in the order in which they are evicted.
 
 Unclaimed keys are in a list by recency, O(1) per operation; claimed keys are in a priority queue,
-O(log n). A key is a block or a run of blocks. Unclaimed keys with a forecast of their return are
-ordered by their value (`kvmesh.retention.valued_keys`). Those without one have the value of a
-typical prompt at their age, which never rises with age: among themselves recency decides.
+O(log n). A key is a block or a run of blocks.
 
 A key with dependents (a block whose next block is held) is evicted after them, whatever its own
 rank. Claims therefore need not agree along a prefix, and may be raised and lowered at any time.
@@ -17,7 +15,6 @@ from math import inf
 from typing import Generic, TypeAlias, TypeVar
 
 from kvmesh.retention.claims import UNCLAIMED, EvictionRank
-from kvmesh.retention.valued_keys import ReturnOrder, ValuedKey, ValuedKeys
 
 K = TypeVar("K", bound=Hashable)
 Entry: TypeAlias = tuple[int, float, int, K]
@@ -25,7 +22,7 @@ SLACK = 64
 
 
 class EvictionPool(Generic[K]):
-    """Keys by (level, remaining time, value, recency), lowest first.
+    """Keys by (level, remaining time, recency), lowest first.
 
     `has_dependents(key)` is true if blocks depend on a key; the owner calls `unblock` once none
     do. `rerank(key, now)` returns the new rank of a key whose rank has expired.
@@ -44,25 +41,19 @@ class EvictionPool(Generic[K]):
         self._heap: list[Entry[K]] = []
         self._expiries: list[tuple[float, Entry[K]]] = []
         self._blocked: set[K] = set()
-        self._valued: ValuedKeys[K] = ValuedKeys()
-        self._order: ReturnOrder[K] | None = None
 
     def __len__(self) -> int:
-        return len(self._unclaimed) + len(self._entries) + len(self._valued)
+        return len(self._unclaimed) + len(self._entries)
 
     def __contains__(self, key: K) -> bool:
-        return key in self._unclaimed or key in self._entries or key in self._valued
-
-    def order_by_returns(self, order: ReturnOrder[K]) -> None:
-        """Order unclaimed keys by what is expected of them; without this call, by recency."""
-        self._order = order
+        return key in self._unclaimed or key in self._entries
 
     def add(self, key: K, rank: EvictionRank = UNCLAIMED) -> None:
         """Add a new key as the most recently used."""
         stamp = next(self._stamps)
         if rank != UNCLAIMED:
             self._push(key, rank, stamp)
-        elif self._order is None or not self._put_valued(key, stamp):
+        else:
             self._unclaimed[key] = stamp
 
     def discard(self, key: K) -> None:
@@ -71,8 +62,6 @@ class EvictionPool(Generic[K]):
             return
         if self._entries.pop(key, None) is not None:
             self._blocked.discard(key)
-        elif self._order is not None:
-            self._valued.discard(key)
 
     def touch(self, keys: Iterable[K]) -> None:
         """Make the present ones of these keys the most recently used, in this order.
@@ -90,56 +79,22 @@ class EvictionPool(Generic[K]):
 
     def eviction_rank(self, key: K) -> EvictionRank:
         """Return the rank given by `add` or `update`; KeyError if the key is absent."""
-        if key in self._unclaimed or key in self._valued:
+        if key in self._unclaimed:
             return UNCLAIMED
         return EvictionRank(*self._entries[key][:2])
-
-    def is_valued(self, key: K) -> bool:
-        """True if the value of a key decides when it is evicted."""
-        return key in self._valued
-
-    def value(self, key: K, now: float) -> float:
-        """The worth per second of holding an unclaimed key, in the unit of the order's `saving`.
-
-        Of a key with a forecast, that at the last eviction.
-        """
-        known = self._valued.value(key)
-        return self._typical_value(key, now) if known is None else known
 
     def update(self, key: K, rank: EvictionRank) -> None:
         """Change the rank of a key and leave its recency; KeyError if the key is absent."""
         if key in self._entries:
-            self._place(key, rank, self._entries[key][2])
+            self._push(key, rank, self._entries[key][2])
         elif rank != UNCLAIMED:
-            stamp = self._unclaimed.pop(key, None)
-            if stamp is None and self._order is not None:
-                stamp = self._valued.discard(key)
-            if stamp is None:
-                raise KeyError(key)
-            self._push(key, rank, stamp)
-
-    def reconsider(self, key: K) -> None:
-        """Take account of new expectations of a key in the pool; its recency stays."""
-        stamp = self._unclaimed.get(key)
-        if stamp is not None:
-            if self._put_valued(key, stamp):
-                del self._unclaimed[key]
-        elif key in self._valued:
-            self._put_valued(key, self._valued.stamp(key))
-        elif self._entries[key][:2] == UNCLAIMED:
-            self._place(key, UNCLAIMED, self._entries[key][2])
+            self._push(key, rank, self._unclaimed.pop(key))
 
     def next_victim(self, now: float) -> K:
         """Return the key to evict first; IndexError if the pool is empty."""
         self.expire(now)
         while True:
             entry = self._lowest()
-            valued = self._valued.lowest(now) if self._order is not None else None
-            if valued is not None and self._is_first(valued, entry, now):
-                if not self._has_dependents(valued.key):
-                    return valued.key
-                self._valued.block(valued)
-                continue
             if entry is None:
                 raise IndexError("no key can be evicted")
             key = entry[3]
@@ -154,8 +109,6 @@ class EvictionPool(Generic[K]):
         if key in self._blocked:
             self._blocked.remove(key)
             heapq.heappush(self._heap, self._entries[key])
-        elif key in self._valued:
-            self._valued.unblock(key)
 
     def expire(self, now: float) -> None:
         """Rerank the keys whose rank has expired by `now`."""
@@ -163,39 +116,7 @@ class EvictionPool(Generic[K]):
             _, entry = heapq.heappop(self._expiries)
             key = entry[3]
             if self._entries.get(key) == entry:
-                self._place(key, self._rerank(key, now), entry[2])
-
-    def _is_first(self, valued: ValuedKey[K], entry: Entry[K] | None, now: float) -> bool:
-        """True if the lowest key by value precedes the lowest of the others."""
-        if entry is None or entry[:2] > UNCLAIMED:
-            return True
-        if entry[:2] < UNCLAIMED or self._order is None:
-            return False
-        return (valued.value, valued.stamp) < (self._typical_value(entry[3], now), entry[2])
-
-    def _typical_value(self, key: K, now: float) -> float:
-        """The value of a key without a forecast."""
-        if self._order is None:
-            return 0.0
-        order = self._order
-        return order.typical.value(now - order.last_use(key)) * order.saving(key)
-
-    def _put_valued(self, key: K, stamp: int) -> bool:
-        """Order an unclaimed key by its value; False if nothing is expected of it."""
-        if self._order is None:
-            return False
-        expected = self._order.expected(key)
-        if expected:
-            self._valued.put(key, expected, stamp, self._order.saving(key))
-        return bool(expected)
-
-    def _place(self, key: K, rank: EvictionRank, stamp: int) -> None:
-        """Rank a claimed or blocked key anew."""
-        if rank == UNCLAIMED and self._order is not None and self._put_valued(key, stamp):
-            del self._entries[key]
-            self._blocked.discard(key)
-        else:
-            self._push(key, rank, stamp)
+                self._push(key, self._rerank(key, now), entry[2])
 
     def _push(self, key: K, rank: EvictionRank, stamp: int) -> None:
         entry = (rank.level, rank.until, stamp, key)
@@ -208,7 +129,7 @@ class EvictionPool(Generic[K]):
             self._compact()
 
     def _lowest(self) -> Entry[K] | None:
-        """Return the lowest entry that is not blocked, except by value; None if there is none."""
+        """Return the lowest entry that is not blocked; None if there is none."""
         while self._heap and not self._is_valid(self._heap[0]):
             heapq.heappop(self._heap)
         if not self._unclaimed:

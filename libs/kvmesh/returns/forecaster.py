@@ -6,7 +6,6 @@ shared start of several conversations: the second one begins a conversation of i
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
 from typing import NamedTuple
@@ -17,7 +16,6 @@ from kvmesh.bus.messages import (
     Decision,
     ExpectedReturn,
     Hints,
-    LearnerReport,
     Outcome,
     ReturnForecast,
     ToolEvent,
@@ -27,9 +25,7 @@ from kvmesh.hashing import HASH_BYTES
 from kvmesh.returns.classes import MAX_WAITS, ClassNames, TurnHistory, class_keys
 from kvmesh.returns.curves import Awaited, ReturnCurves
 from kvmesh.returns.rates import BINS, pack_rates, share_within
-from kvmesh.returns.shadow_caches import LEAST_RETURNS, MEMORY_RETURNS, ShadowCaches
 from kvmesh.returns.tool_calls import ReportedTools, at_most_learned, due_rates
-from kvmesh.returns.value import values_by_age
 
 MAX_TURNS = 32768
 MAX_RUNNING = 16384
@@ -89,9 +85,9 @@ class Forecast(NamedTuple):
 class Turn:
     """A request that was placed; `awaited` once it has ended.
 
-    `end` is the sequence hash of the prompt's last full block, `conversation` that of the
-    conversation's first turn. `number` counts the turns before this one. Once it has ended, `waits`
-    and `agent` are those of its classes, and `forecast` the latest one; `sent`: a worker has it.
+    `end` is the sequence hash of the prompt's last full block. `number` counts the turns before
+    this one. Once it has ended, `waits` and `agent` are those of its classes, and `forecast` the
+    latest one; `sent`: a kvbm may have it.
     """
 
     request: str
@@ -102,8 +98,6 @@ class Turn:
     session: str
     owner: str
     end: int
-    blocks: int
-    conversation: int
     number: int
     new_tokens: int
     pause_s: float | None
@@ -137,41 +131,10 @@ class ReturnForecaster:
         self._tenants = SeenTenants()
         self._unsent: OrderedDict[str, tuple[Turn, ReturnForecast]] = OrderedDict()
         self.curves = ReturnCurves()
-        self.shadow = ShadowCaches()
 
     def __len__(self) -> int:
         """The turns that are remembered, running ones included."""
         return len(self._turns) + len(self._running)
-
-    def report(self, model: str) -> Iterator[LearnerReport]:
-        """The hits that eviction by forecasts has over eviction by recency, on a sample."""
-        shadow = self.shadow
-        if not shadow.wanted:
-            return
-        own, other = (n / shadow.wanted for n in (shadow.hits_by_value, shadow.hits_by_recency))
-        if shadow.forecasts_win:
-            reason = "eviction by forecasts has more hits"
-        elif shadow.returns < LEAST_RETURNS:
-            reason = f"fewer than {LEAST_RETURNS} returns"
-        else:
-            reason = "eviction by recency has as many hits, or more"
-        yield LearnerReport(
-            model=model,
-            learner="returns",
-            fallback="recency",
-            observations=shadow.returns,
-            held_out=min(shadow.returns, MEMORY_RETURNS),
-            measure="share of the blocks read again that a cache of this size holds",
-            own=own,
-            other=other,
-            gain=own / other - 1 if other else 0.0,
-            on=shadow.forecasts_win,
-            reason=reason,
-        )
-
-    def set_capacity(self, blocks: int) -> None:
-        """Set the number of blocks of all ranks together."""
-        self.shadow.capacity = blocks
 
     def on_placed(self, decision: Decision, now: float) -> None:
         """A request was placed. May be called again when it is placed elsewhere."""
@@ -195,9 +158,9 @@ class ReturnForecaster:
 
     def _turn(self, decision: Decision, now: float) -> Turn:
         hashes = memoryview(decision.sequence_hashes).cast("Q")
-        hints, end, blocks = decision.hints, hashes[-1], len(hashes)
+        hints, end = decision.hints, hashes[-1]
         before, shared = self._continued(hashes)
-        conversation, number, pause_s = end, 0, None
+        number, pause_s = 0, None
         if before is not None and before.awaited is not None:
             first = not before.returns
             before.returns += 1
@@ -206,10 +169,8 @@ class ReturnForecaster:
             self._unsent.pop(before.request, None)
             if first:
                 self._withdraw(before, decision, now)
-                conversation, number = before.conversation, before.number + 1
+                number = before.number + 1
                 pause_s = max(now - waited_s - before.awaited.since, 0.0)
-        own = shared if number else 0
-        self.shadow.use(conversation, own, blocks if number else blocks - shared, now)
         return Turn(
             request=decision.request,
             router=decision.router,
@@ -219,8 +180,6 @@ class ReturnForecaster:
             session=hints.session or "",
             owner=hints.tenant or "",
             end=end,
-            blocks=blocks,
-            conversation=conversation,
             number=number,
             new_tokens=max(decision.tokens - shared * (decision.block_size or 1), 0),
             pause_s=pause_s,
@@ -266,7 +225,6 @@ class ReturnForecaster:
         turn.waits_for_tools = waits[:1] == ("tool",) or outcome.finish == "tool_calls"
         if turn.session:
             self._wait_for(turn)
-        self.shadow.end_use(turn.conversation, values_by_age(rates), now)
         self._forecast(turn, rates, now)
 
     def on_tool(self, event: ToolEvent, now: float) -> None:
@@ -351,17 +309,18 @@ class ReturnForecaster:
         """
         if turn.awaited is None:
             return False
-        by, several = "class" if self.shadow.forecasts_win else "", self._tenants.several(now)
         end = self.tools.end(turn.session, turn.placed) if turn.session else None
-        if end is not None and (by or not several):
+        if end is not None:
             rates = due_rates(end - now)
-            if several:
+            if self._tenants.several(now):
                 rates = at_most_learned(rates, learned, max(now - turn.awaited.since, 0.0))
             forecast = Forecast(now, pack_rates(rates), "tool")
+        elif turn.forecast is not None and turn.forecast.by == "class":
+            return False  # the report changes nothing
         else:
-            forecast = Forecast(turn.awaited.since, pack_rates(learned), by)
+            forecast = Forecast(turn.awaited.since, pack_rates(learned), "class")
         turn.forecast = forecast
-        if turn.router != self._router or not forecast.by:
+        if turn.router != self._router:
             return False
         self._send(turn, forecast.since, forecast.rates)
         return True

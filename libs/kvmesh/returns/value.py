@@ -9,7 +9,6 @@ until which the blocks could be held. It is the index by which Gittins orders jo
 from kvmesh._native import chances_by_age, values_by_age
 from kvmesh.returns.rates import AGE_ENDS, BINS
 
-__all__ = ["BIN_WIDTHS", "LAST", "chances_by_age", "values_by_age"]
+__all__ = ["BIN_WIDTHS", "chances_by_age", "values_by_age"]
 
-LAST = BINS - 1
 BIN_WIDTHS = (AGE_ENDS[0], *(AGE_ENDS[k] - AGE_ENDS[k - 1] for k in range(1, BINS)))

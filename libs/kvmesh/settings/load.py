@@ -35,6 +35,10 @@ BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 KEY = re.compile(r"^(\w+): (.*(?:\n +.*)*)", re.MULTILINE)  # of a section's docstring, and its text
 TUNING = "\nTuning:\n"
 OptionKey: TypeAlias = tuple[str, str]
+# Settings of the former release, and what holds without them.
+REMOVED: dict[OptionKey, str] = dict.fromkeys(
+    (("worker", "eviction"), ("kvbm", "eviction")), "recency orders eviction"
+)
 
 
 class SettingsError(Exception):
@@ -272,8 +276,9 @@ def _entry(
             raise SettingsError(where, f"{option.key} is given as well; choose one")
         value = _secret(value, where)
     if option is None:
-        near = hint(key, [k for s, k in known if s == section])
-        raise SettingsError(str(file), f"unknown key {section}.{key}{near}")
+        told = REMOVED.get((section, key))
+        told = f": {told}" if told else hint(key, [k for s, k in known if s == section])
+        raise SettingsError(str(file), f"unknown key {section}.{key}{told}")
     return (section, option.key), _convert(option, value, value, where, strict=True)
 
 
@@ -306,9 +311,11 @@ def _path(cls: type, value: object) -> Path:
 
 def _warn_unknown(env: Mapping[str, str], known: Mapping[str, Option]) -> None:
     sections = tuple(f"{PREFIX}{name}_".upper() for name in Settings.__struct_fields__)
+    removed = {f"{PREFIX}{'_'.join(key)}".upper(): f": {told}" for key, told in REMOVED.items()}
     for name in env:
         if name.startswith(sections) and name not in known:
-            log.warning("ignored unknown environment variable %s%s", name, hint(name, known))
+            told = removed.get(name) or hint(name, known)
+            log.warning("ignored unknown environment variable %s%s", name, told)
 
 
 def hint(name: str, known: Iterable[str]) -> str:

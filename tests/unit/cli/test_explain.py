@@ -116,15 +116,15 @@ EXPECTED = ExpectedReturn(
             [
                 "continues chatcmpl-0, 7.25 s after its end; its session waited for Bash pytest",
                 "expected back: 33% in 10 s, 60% in 1 min, 100% in 10 min, half in 38.36 s;",
-                "b-1 rank 0 was told: as learned, then withdrawn",
+                "forecast: as learned, then withdrawn",
             ],
         ),
-        ({"instance": "a-1"}, ["a-1 rank 0 was told: as learned\n"]),
-        ({"by": "", "waits": []}, ["waited for something unknown", "b-1 rank 0 was told: nothing"]),
+        ({"instance": "a-1"}, ["forecast: as learned\n"]),
+        ({"by": "", "waits": []}, ["waited for something unknown", "forecast: none"]),
         ({"by": "tool", "since": 1.5}, ["back (from 1.50 s after that end on)", "end of its tool"]),
         (
             {"by": "oracle", "rates": b"?"},
-            ["expected back: not known; b-1 rank 0 was told: oracle"],
+            ["expected back: not known; forecast: oracle"],
         ),
     ],
 )

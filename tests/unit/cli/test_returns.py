@@ -67,7 +67,7 @@ def test_a_turn_shows_the_forecast_of_the_finest_class_of_its_model() -> None:
     )  # fmt: skip
     classes = [learned(NEVER, "tool"), learned(QUICK, "tool", "Bash")]
     shown = lines(show_session.render([outcome], classes))
-    assert shown[0].endswith("returns after in 10 s in 1 min in 10 min half in worker was told")
+    assert shown[0].endswith("returns after in 10 s in 1 min in 10 min half in forecast")
     assert shown[1].endswith("Bash npm test – ~8 % ~37 % ~99 % ~88.72 s –")
     for classes in ([learned(QUICK, "human")], []):
         assert lines(show_session.render([outcome], classes))[1].endswith("npm test – – – – – –")

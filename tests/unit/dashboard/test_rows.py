@@ -109,7 +109,7 @@ def test_a_turn_shows_what_was_expected_after_it_and_told_its_worker() -> None:
     )  # fmt: skip
     first, second = turn_rows([ended(NOW, NOW + 2), placed("next", expected=expected)])
     assert first.expected == "100% in 10 s, 100% in 1 min, 100% in 10 min, half in 693.1 ms"
-    assert (first.told, second.expected, second.told) == ("as learned", "", "")
+    assert (first.forecast, second.expected, second.forecast) == ("as learned", "", "")
 
 
 def test_bars_have_their_share_their_losses_and_the_waits_between_them() -> None:

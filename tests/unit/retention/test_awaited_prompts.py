@@ -11,12 +11,12 @@ from kvmesh.retention.awaited_prompts import (
     MAX_PER_SESSION,
     AwaitedPrompt,
     AwaitedPrompts,
+    Expectation,
     chance_of_return,
     on_clock,
     still_expected,
     with_expectation,
 )
-from kvmesh.retention.return_value import Expectation, TypicalReturn
 from kvmesh.returns.rates import BINS, pack_rates
 
 SOON, NEVER = pack_rates([1.0] * BINS), pack_rates([0.0] * BINS)
@@ -31,7 +31,7 @@ def prompt(request: str, session: str | None = "s", blocks: int = 3) -> AwaitedP
 
 
 def awaited(max_prompts: int = 100, max_blocks: float = inf) -> AwaitedPrompts[str]:
-    return AwaitedPrompts(TypicalReturn(), max_prompts, max_blocks)
+    return AwaitedPrompts(max_prompts, max_blocks)
 
 
 def test_a_forecast_names_an_ended_request_or_waits_for_its_end() -> None:
@@ -57,17 +57,21 @@ def test_a_later_forecast_replaces_the_former_one_in_place() -> None:
     assert (before.since, before.values) == (5.0, (0.0,) * BINS)
 
 
-def test_a_forecast_without_any_rate_withdraws_and_teaches_nothing() -> None:
-    typical = TypicalReturn()
-    prompts: AwaitedPrompts[str] = AwaitedPrompts(typical)
+def test_a_forecast_without_any_rate_withdraws() -> None:
+    prompts = awaited()
     prompts.end(prompt("r-1"))
     prompts.expect(forecast("r-1"))
-    learned = typical.values
-    for _ in range(100):
-        prompts.expect(forecast("r-1", NEVER))
-    assert typical.values == learned
+    prompts.expect(forecast("r-1", NEVER))
     prompts.on_prompt("s", [range(1, 4)])
     assert prompts.returns == {"held": 0, "evicted": 0}
+
+
+def test_a_value_is_that_of_the_age_until_the_prompt_returns() -> None:
+    values = tuple(float(BINS - k) for k in range(BINS))
+    expectation = Expectation(10.0, values)
+    assert [expectation.value(now) for now in (3.0, 10.4, 10.6, 1e9)] == [16.0, 16.0, 15.0, 1.0]
+    expectation.over = True
+    assert expectation.value(10.6) == 0.0
 
 
 def test_a_forecast_from_the_beginning_of_time_has_a_value() -> None:
@@ -76,7 +80,7 @@ def test_a_forecast_from_the_beginning_of_time_has_a_value() -> None:
     found = prompts.expect(forecast("r-1", since=-1.7e308))
     assert found is not None
     assert found.expectation is not None
-    assert found.expectation.at(1e9)[1] == inf
+    assert found.expectation.value(1e9) > 0.0
 
 
 @pytest.mark.parametrize(
@@ -203,34 +207,3 @@ def test_the_chance_of_a_return_is_that_of_any_of_several() -> None:
     assert chance_of_return((), 1.0) == 1.0
     assert chance_of_return((half, over), 1.0) == 0.5
     assert chance_of_return((half, half), 1.0) == 0.75
-
-
-def test_what_was_computed_ahead_takes_the_place_of_the_session_s_latest_prompt() -> None:
-    prompts = awaited()
-    prompts.end(prompt("r-1"))
-    assert not prompts.end_ahead(prompt("ahead", blocks=5))
-    first = prompts.expect(forecast("r-1"))
-    assert first is not None
-    assert (first.place, len(prompts)) == ("place of ahead", 1)
-    longer = prompt("ahead again", blocks=6)
-    assert prompts.end_ahead(longer)
-    assert longer.expectation is first.expectation
-    prompts.on_prompt("s", [[1, 2, 3, 4, 5, 6, 7]])
-    assert prompts.returns["held"] == 1
-    assert not prompts.end_ahead(prompt("of no session", None))
-    assert not prompts.end_ahead(prompt("of a new session", "new"))
-
-
-def test_what_was_computed_ahead_takes_the_place_of_its_own_conversation_s() -> None:
-    prompts = awaited()
-    for request, conversation in (("main", 7), ("title", 8)):
-        ended = prompt(request)
-        ended.conversation = conversation
-        prompts.end(ended)
-    prompts.expect(forecast("main"))
-    ahead, unknown = prompt("ahead", blocks=5), prompt("unknown", blocks=5)
-    ahead.conversation = 7
-    assert prompts.end_ahead(ahead)
-    assert (ahead.request, len(prompts)) == ("main", 2)
-    assert not prompts.end_ahead(unknown)
-    assert (unknown.request, len(prompts)) == ("unknown", 3)

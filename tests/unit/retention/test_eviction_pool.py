@@ -6,10 +6,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvmesh.retention.claims import UNCLAIMED, EvictionRank
 from kvmesh.retention.eviction_pool import EvictionPool
-from kvmesh.retention.return_value import Expectation, TypicalReturn
-from kvmesh.retention.valued_keys import ReturnOrder
-from kvmesh.returns.rates import BINS
-from kvmesh.returns.value import values_by_age
 
 STANDINGS = st.one_of(
     st.just(UNCLAIMED),
@@ -21,14 +17,8 @@ STANDINGS = st.one_of(
 )
 
 
-RATES = st.lists(st.sampled_from([0.0, 0.01, 0.1, 0.5, 2.0]), min_size=BINS, max_size=BINS)
-
-
 class PoolMachine(RuleBasedStateMachine):
-    """A tree of keys, each idle or in use; times are small integers, so that many claims expire.
-
-    Of some keys a return is expected, by up to three forecasts.
-    """
+    """A tree of keys, each idle or in use; times are small integers, so that many claims expire."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,10 +27,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.standings: dict[int, EvictionRank] = {}
         self.order: list[int] = []
         self.pool: EvictionPool[int] = EvictionPool(self._carries, self._renew)
-        self.typical = TypicalReturn()
-        self.expected: dict[int, tuple[Expectation, ...]] = {}
-        self.used: dict[int, float] = {}
-        self.ordered = False
 
     def _carries(self, key: int) -> bool:
         return key in self.parents.values()
@@ -57,15 +43,8 @@ class PoolMachine(RuleBasedStateMachine):
         leaves = [key for key in self.order if not self._carries(key)]
         return min(leaves, key=self._place)
 
-    def _place(self, key: int) -> tuple[int, float, float, int]:
-        standing, value = self._standing(key), 0.0
-        if standing == UNCLAIMED:
-            expected = self.expected.get(key)
-            if expected:
-                value = sum(one.at(self.now)[0] for one in expected)
-            else:
-                value = self.typical.value(self.now - self.used[key])
-        return *standing, value, self.order.index(key)
+    def _place(self, key: int) -> tuple[int, float, int]:
+        return *self._standing(key), self.order.index(key)
 
     @rule(data=st.data(), standing=STANDINGS)
     def grow(self, data: st.DataObject, standing: EvictionRank) -> None:
@@ -78,7 +57,6 @@ class PoolMachine(RuleBasedStateMachine):
     def _add(self, key: int, standing: EvictionRank) -> None:
         self.standings[key] = standing
         self.order.append(key)
-        self.used[key] = self.now
         self.pool.add(key, standing)
 
     @precondition(lambda self: self.order)
@@ -101,30 +79,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.touch(keys)
         for key in filter(None, keys):
             self.standings[key] = UNCLAIMED
-            self.used[key] = self.now
             self.order.remove(key)
             self.order.append(key)
-
-    @rule()
-    def order_by_returns(self) -> None:
-        order = ReturnOrder[int](
-            self.typical, lambda key: self.expected.get(key, ()), lambda key: self.used[key]
-        )
-        self.pool.order_by_returns(order)
-        self.ordered = True
-
-    @precondition(lambda self: self.ordered and self.order)
-    @rule(data=st.data(), rates=RATES, ago=st.integers(-3, 20), replaces=st.booleans())
-    def expect(self, data: st.DataObject, rates: list[float], ago: int, replaces: bool) -> None:
-        """Expect a key and those before it, some of them with the typical value of others."""
-        key: int | None = data.draw(st.sampled_from(self.order))
-        expectation = Expectation(self.now - ago, values_by_age(rates))
-        self.typical.learn(rates)
-        while key is not None:
-            known = () if replaces else self.expected.get(key, ())[-2:]
-            self.expected[key] = (*known, expectation)
-            self.pool.reconsider(key)
-            key = self.parents[key]
 
     @precondition(lambda self: self.order)
     @rule(data=st.data(), standing=STANDINGS)
@@ -149,7 +105,6 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.discard(key)
             self.order.remove(key)
             del self.standings[key]
-            self.expected.pop(key, None)
             parent = self.parents.pop(key)
             if parent is not None and not self._carries(parent):
                 self.pool.unblock(parent)
@@ -193,84 +148,6 @@ def test_eviction_order_of_levels() -> None:
         gone.append(pool.next_victim(1.0))
         pool.discard(gone[-1])
     assert gone == [b"thinking", b"low", b"plain", b"short", b"kept"]
-
-
-def test_without_forecasts_nothing_is_asked_of_the_order() -> None:
-    """The pool that no forecast has reached costs what it did."""
-
-    def unused(_: bytes) -> float:
-        raise AssertionError
-
-    pool = unclaimed_pool()
-    pool.order_by_returns(ReturnOrder[bytes](TypicalReturn(), lambda _: (), unused))
-    for key in (b"a", b"b"):
-        pool.add(key)
-    assert pool.next_victim(1.0) == b"a"
-    pool.discard(b"a")
-    assert pool.next_victim(1.0) == b"b"
-
-
-def test_the_value_of_a_key_changes_while_it_waits() -> None:
-    """A prompt that returns at once or never is worth less than a slow one after a minute."""
-    fast, slow = [1.0] * 6 + [0.0] * 10, [0.02] * BINS
-    expected = {
-        b"fast": [Expectation(0.0, values_by_age(fast))],
-        b"slow": [Expectation(0.0, values_by_age(slow))],
-    }
-    pool = unclaimed_pool()
-    pool.order_by_returns(ReturnOrder[bytes](TypicalReturn(), expected.__getitem__, lambda _: 0.0))
-    for key in expected:
-        pool.add(key)
-    assert pool.next_victim(1.0) == b"slow"
-    assert pool.next_victim(60.0) == b"fast"
-
-
-def test_the_value_of_a_key_is_in_what_a_return_saves() -> None:
-    often, seldom = Expectation(0.0, (0.3,) * BINS), Expectation(0.0, (0.1,) * BINS)
-    expected: dict[bytes, list[Expectation]] = {b"cheap": [often], b"dear": [seldom], b"new": []}
-    saving = {b"cheap": 1.0, b"dear": 10.0, b"new": 5.0}
-    typical = TypicalReturn()
-    typical.learn([0.1] * BINS)
-    pool = unclaimed_pool()
-    pool.order_by_returns(
-        ReturnOrder[bytes](typical, expected.__getitem__, lambda _: 0.0, saving.__getitem__)
-    )
-    for key in expected:
-        pool.add(key)
-    evicted = []
-    while pool:
-        evicted.append((key := pool.next_victim(1.0), round(pool.value(key, 1.0), 3)))
-        pool.discard(key)
-    assert evicted == [(b"cheap", 0.3), (b"new", 0.5), (b"dear", 1.0)]
-
-
-def test_a_new_saving_counts_once_it_is_reconsidered() -> None:
-    saving = {b"a": 2.0, b"b": 1.0}
-    same = [Expectation(0.0, (0.1,) * BINS)]
-    pool = unclaimed_pool()
-    pool.order_by_returns(
-        ReturnOrder[bytes](TypicalReturn(), lambda _: same, lambda _: 0.0, saving.__getitem__)
-    )
-    pool.add(b"a")
-    pool.add(b"b")
-    assert pool.next_victim(1.0) == b"b"
-    saving[b"a"] = 0.5
-    pool.reconsider(b"a")
-    assert pool.next_victim(1.0) == b"a"
-
-
-def test_queues_of_values_are_proportional_to_the_keys() -> None:
-    expected = [Expectation(0.0, tuple(float(BINS - k) for k in range(BINS)))]
-    pool = unclaimed_pool()
-    pool.order_by_returns(ReturnOrder[bytes](TypicalReturn(), lambda _: expected, lambda _: 0.0))
-    for _ in range(5_000):
-        pool.add(b"a")
-        pool.discard(b"a")
-    pool.add(b"a")
-    for second in range(9_000):
-        assert pool.next_victim(float(second)) == b"a"
-    valued = pool._valued
-    assert len(valued._queue) + len(valued._calendar) < 200
 
 
 def test_memory_is_proportional_to_the_keys() -> None:

@@ -76,15 +76,8 @@ def turn(
     core.on_finished(ended(request, time + 1, *waits), time + 1)
 
 
-def trust(core: ReturnForecaster) -> None:
-    """As if the check on shadow caches had shown that forecasts help."""
-    core.shadow.returns = 1000
-    core.shadow.hits_by_value = 1e9
-
-
 def test_a_turn_that_ended_gets_one_forecast() -> None:
     core = ReturnForecaster("here")
-    trust(core)
     turn(core, "r1", prompt(1, 2, 3), 100.0, "human")
     [(instance, forecast)] = core.take_forecasts(101.0)
     assert instance == "w.1"
@@ -95,15 +88,8 @@ def test_a_turn_that_ended_gets_one_forecast() -> None:
 
 def test_only_the_router_that_placed_a_request_sends() -> None:
     core = ReturnForecaster("here")
-    trust(core)
     core.on_placed(placed("r1", prompt(1), 100.0, router="there"), 100.0)
     core.on_finished(ended("r1", 101.0), 101.0)
-    assert core.take_forecasts(101.0) == []
-
-
-def test_without_proof_nothing_is_sent() -> None:
-    core = ReturnForecaster("here")
-    turn(core, "r1", prompt(1, 2, 3), 100.0)
     assert core.take_forecasts(101.0) == []
 
 
@@ -134,7 +120,6 @@ def test_pauses_end_when_the_next_request_arrives() -> None:
 @pytest.mark.parametrize("wait_s", [nan, inf, -5.0, 1e300])
 def test_an_absurd_wait_harms_nobody(wait_s: float) -> None:
     core = ReturnForecaster("here")
-    trust(core)
     turn(core, "r1", prompt(1, 2), 100.0)
     core.on_placed(replace(placed("r2", prompt(1, 2, 3), 160.0), wait_s=wait_s), 160.0)
     core.on_finished(ended("r2", 161.0), 161.0)
@@ -155,17 +140,13 @@ def test_the_second_continuation_begins_a_conversation_of_its_own() -> None:
 
 def test_an_unsent_forecast_of_a_prompt_that_is_back_is_dropped() -> None:
     core = ReturnForecaster("here")
-    trust(core)
     turn(core, "r1", prompt(1, 2), 100.0)
     core.on_placed(placed("r2", prompt(1, 2, 3), 101.0), 101.0)
     assert core.take_forecasts(101.0) == []
 
 
-@pytest.mark.parametrize("trusted", [True, False])
-def test_a_prompt_tells_what_was_expected_of_the_turn_that_it_continues(trusted: bool) -> None:
+def test_a_prompt_tells_what_was_expected_of_the_turn_that_it_continues() -> None:
     core = ReturnForecaster("another router")
-    if trusted:
-        trust(core)
     turn(core, "r1", prompt(1, 2), 100.0, "tool", "Bash", session="s")
     following = replace(placed("r2", prompt(1, 2, 3), 108.0, "s", on="w.2"), wait_s=0.75)
     expected = core.expected_return(following)
@@ -174,7 +155,7 @@ def test_a_prompt_tells_what_was_expected_of_the_turn_that_it_continues(trusted:
     assert (expected.ended, expected.since, expected.pause_s) == (101.0, 101.0, 6.25)
     assert expected.waits == ["tool", "Bash"]
     assert unpack_rates(expected.rates)[0] > 0
-    assert expected.by == ("class" if trusted else "")
+    assert expected.by == "class"
     core.on_placed(following, 108.0)
     assert core.expected_return(placed("r3", prompt(1, 2, 4), 109.0)) is None  # not the first
     assert core.expected_return(placed("r4", prompt(7), 109.0)) is None
@@ -193,7 +174,6 @@ def test_what_is_expected_by_a_report_on_a_tool_is_told_as_such() -> None:
 @pytest.mark.parametrize("session", ["s", None])
 def test_a_session_that_goes_on_elsewhere_leaves_its_forecast_behind(session: str | None) -> None:
     core = ReturnForecaster("here")
-    trust(core)
     turn(core, "r1", prompt(1, 2), 100.0, session=session or "")
     assert len(core.take_forecasts(101.0)) == 1
     core.on_placed(placed("r2", prompt(1, 2, 3), 102.0, session, on="w.2"), 102.0)
@@ -219,7 +199,6 @@ def test_only_a_sent_forecast_of_a_session_that_moved_is_withdrawn(
     taken: bool, on: str, session: str, router: str
 ) -> None:
     core = ReturnForecaster(router)
-    trust(core)
     core.on_placed(placed("r1", prompt(1, 2), 100.0, "s"), 100.0)
     core.on_finished(ended("r1", 101.0), 101.0)
     if taken:
@@ -230,7 +209,6 @@ def test_only_a_sent_forecast_of_a_session_that_moved_is_withdrawn(
 
 def test_prefetches_and_further_choices_are_no_turns() -> None:
     core = ReturnForecaster("here")
-    trust(core)
     decision = placed("p", prompt(1), 1.0)
     decision = type(decision)(
         **{
@@ -249,7 +227,6 @@ def test_prefetches_and_further_choices_are_no_turns() -> None:
 
 def test_a_request_that_moves_is_forecast_where_it_ended() -> None:
     core = ReturnForecaster("here")
-    trust(core)
     core.on_placed(placed("r", prompt(1), 1.0, router="there"), 1.0)
     core.on_placed(placed("r", prompt(1), 2.0), 2.0)
     core.on_finished(ended("r", 4.0), 4.0)
@@ -259,7 +236,7 @@ def test_a_request_that_moves_is_forecast_where_it_ended() -> None:
 def test_a_known_end_of_a_tool_wins_over_what_was_learned() -> None:
     core = ReturnForecaster("here")
     turn(core, "r1", prompt(1, 2), 100.0, "tool", "Bash", session="s")
-    assert core.take_forecasts(101.0) == []
+    assert len(core.take_forecasts(101.0)) == 1
     started = ToolEvent(session="s", event="started", time=101.5, call="c", remaining_s=60.0)
     core.on_tool(started, 101.5)
     [(_, forecast)] = core.take_forecasts(102.0)
@@ -272,28 +249,20 @@ def test_a_known_end_of_a_tool_wins_over_what_was_learned() -> None:
 
 
 @pytest.mark.parametrize("others", ["class", "session"])
-@pytest.mark.parametrize("trusted", [True, False])
-def test_beside_other_tenants_a_report_makes_no_prompt_worth_more(
-    others: str, trusted: bool
-) -> None:
+def test_beside_other_tenants_a_report_makes_no_prompt_worth_more(others: str) -> None:
     core = ReturnForecaster("here")
-    if trusted:
-        trust(core)
     other = placed("o", prompt(9), 99.0, "victim\x1fo" if others == "session" else None)
     tenant = "class" if others == "class" else None
     core.on_placed(replace(other, hints=replace(other.hints, tenant=tenant)), 99.0)
     turn(core, "r1", prompt(1, 2), 100.0, "tool", "Bash", session="evil\x1fs")
-    learned = [unpack_rates(each.rates) for _, each in core.take_forecasts(101.0)]
-    assert len(learned) == trusted
+    assert len(core.take_forecasts(101.0)) == 1
     values = values_by_age(core.curves.rates(core.curves.tables([ClassKey(("tool", "Bash"))])))
     event = ToolEvent(session="evil\x1fs", event="ended", time=110.0, call="c")
     core.on_tool(event, 110.0)
-    sent = core.take_forecasts(110.0)
-    assert len(sent) == trusted
-    for _, forecast in sent:
-        due = values_by_age(unpack_rates(forecast.rates))
-        for later in (0.0, 1.0, 5.0, 60.0):
-            assert due[age_bin(later)] <= 1.05 * max(values[age_bin(9.0 + later) :])
+    [(_, forecast)] = core.take_forecasts(110.0)
+    due = values_by_age(unpack_rates(forecast.rates))
+    for later in (0.0, 1.0, 5.0, 60.0):
+        assert due[age_bin(later)] <= 1.05 * max(values[age_bin(9.0 + later) :])
     core.on_tool(replace(event, event="started", time=111.0, remaining_s=3600.0), 111.0)
     for _, forecast in core.take_forecasts(111.0):  # it may still give its own prompt up
         assert values_by_age(unpack_rates(forecast.rates))[0] < 0.1 * values[age_bin(10.0)]
@@ -315,6 +284,7 @@ def test_a_tool_reported_before_the_end_of_its_turn_counts() -> None:
 def test_a_tool_changes_nothing_for_other_sessions_or_returned_prompts() -> None:
     core = ReturnForecaster("here")
     turn(core, "r1", prompt(1, 2), 100.0, "tool", session="s")
+    assert len(core.take_forecasts(101.0)) == 1
     core.on_tool(ToolEvent(session="t", event="started", time=101.5, remaining_s=60.0), 101.5)
     assert core.take_forecasts(102.0) == []
     core.on_placed(placed("r2", prompt(1, 2, 3), 103.0, "s"), 103.0)
@@ -324,7 +294,6 @@ def test_a_tool_changes_nothing_for_other_sessions_or_returned_prompts() -> None
 
 def test_a_clock_ahead_of_ours_is_not_believed() -> None:
     core = ReturnForecaster("here")
-    trust(core)
     core.on_placed(placed("r1", prompt(1, 2), 1e12), 100.0)
     core.on_finished(ended("r1", 1e12), 101.0)
     [(_, forecast)] = core.take_forecasts(101.0)
@@ -337,7 +306,7 @@ def test_a_report_from_a_clock_ahead_is_not_one_on_later_turns() -> None:
     core.on_tool(ToolEvent(session="s", event="ended", time=1e12), 102.0)
     assert [each.since for _, each in core.take_forecasts(102.0)] == [102.0]
     turn(core, "r2", prompt(1, 2, 3), 103.0, "tool", session="s")
-    assert core.take_forecasts(105.0) == []
+    assert [each.since for _, each in core.take_forecasts(105.0)] == [104.0]
 
 
 @pytest.mark.parametrize("behind_s", [0.0, 0.5, 30.0, 1e9])
@@ -378,6 +347,7 @@ def test_an_end_may_arrive_before_its_placement() -> None:
 def test_reports_that_change_nothing_do_not_count() -> None:
     core = ReturnForecaster("here")
     turn(core, "r1", prompt(1, 2), 100.0, "tool", session="s")
+    assert len(core.take_forecasts(101.0)) == 1
     for number in range(2 * MAX_REPORTS):  # without an estimate
         core.on_tool(ToolEvent(session="s", event="started", time=102.0 + number), 102.0 + number)
     assert core.take_forecasts(400.0) == []
@@ -388,7 +358,6 @@ def test_reports_that_change_nothing_do_not_count() -> None:
 @pytest.mark.parametrize("time", [nan, inf, -inf, -1e300])
 def test_malformed_events_harm_nobody(time: float) -> None:
     core = ReturnForecaster("here")
-    trust(core)
     core.on_placed(placed("odd", b"12345", 100.0), 100.0)
     core.on_placed(placed("r0", prompt(1), time), 100.0)
     core.on_finished(ended("r0", time, *["x" * 1000] * 50), 100.0)
@@ -404,7 +373,6 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, bound in (("MAX_TURNS", 50), ("MAX_RUNNING", 20), ("MAX_UNSENT", 10)):
         monkeypatch.setattr(module, name, bound)
     core, rng = ReturnForecaster("here"), Random(1)
-    trust(core)
     for number in range(300):
         hashes = prompt(*(rng.getrandbits(64) for _ in range(3)))
         core.on_placed(placed(f"r{number}", hashes, float(number), f"s{number}"), float(number))
@@ -418,7 +386,6 @@ def test_equal_events_give_equal_forecasts() -> None:
     sent = []
     for _ in range(2):
         core, rng = ReturnForecaster("here"), Random(7)
-        core.set_capacity(200)
         for number in range(200):
             base = rng.getrandbits(63)
             turn(core, f"a{number}", prompt(base, base + 1), number * 5.0)
@@ -426,7 +393,3 @@ def test_equal_events_give_equal_forecasts() -> None:
                 turn(core, f"b{number}", prompt(base, base + 1, base + 2), number * 5.0 + 2)
         sent.append([forecast for _, forecast in core.take_forecasts(2000.0)])
     assert sent[0] == sent[1]
-
-
-def test_a_forecaster_without_returns_reports_nothing_yet() -> None:
-    assert list(ReturnForecaster("r").report("m")) == []

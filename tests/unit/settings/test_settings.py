@@ -93,6 +93,7 @@ def test_a_bad_variable_is_named_with_its_value(env: dict[str, str], said: str) 
         ("[rooter]\n", r"unknown section \[rooter\]; did you mean router\?"),
         ("[router]\npolcy = 'kv'\n", r"unknown key router\.polcy; did you mean policy\?"),
         ("[router]\nzzz = 1\n", r"unknown key router\.zzz$"),
+        ("[kvbm]\neviction = 'lru'\n", r"unknown key kvbm\.eviction: recency orders eviction"),
         ("[router]\npolicy = 1\n", r"router\.policy: expected `str`, got `int` \(got 1\)"),
         ("[worker]\nmodel = 1\n", r"worker\.model: expected a path, got `int`"),
         ("[up]\nworkers = '4'\n", r"up\.workers: expected `int`, got `str`"),
@@ -128,10 +129,12 @@ def test_a_bad_flag_is_named_as_it_was_written() -> None:
 
 def test_an_unknown_variable_is_reported_but_harmless(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        load(None, {"KVMESH_ROUTER_POLCY": "kv", "KVMESH_OTHER": "1", "PATH": "/bin"}, {})
+        env = {"KVMESH_ROUTER_POLCY": "kv", "KVMESH_OTHER": "1", "PATH": "/bin"}
+        load(None, env | {"KVMESH_WORKER_EVICTION": "lru"}, {})
     assert [record.getMessage() for record in caplog.records] == [
         "ignored unknown environment variable KVMESH_ROUTER_POLCY; "
-        "did you mean KVMESH_ROUTER_POLICY?"
+        "did you mean KVMESH_ROUTER_POLICY?",
+        "ignored unknown environment variable KVMESH_WORKER_EVICTION: recency orders eviction",
     ]
 
 

@@ -41,7 +41,7 @@ from kvmesh.worker.engines.mock.pace import PaceOptions
 from kvmesh.workload.model import Workload
 
 SIMULATED = {
-    *("block_size", "eviction", "tenant_share", "session_idle_s"),
+    *("block_size", "tenant_share", "session_idle_s"),
     *("shared_wait_s", "write_through_blocks", "hang_timeout_s"),  # of nodes
 }
 Run = tuple[Simulation, Figures]

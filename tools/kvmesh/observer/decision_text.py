@@ -96,9 +96,9 @@ def moved(expected: ExpectedReturn, decision: Decision) -> bool:
     return (rank.instance, rank.rank) != (expected.instance, expected.rank)
 
 
-def told_text(expected: ExpectedReturn, elsewhere: bool) -> str:
-    """The forecast that the worker was sent; `elsewhere`: the session went on elsewhere."""
-    known = {"class": "as learned", "tool": "the known end of its tool", "": "nothing"}
+def forecast_text(expected: ExpectedReturn, elsewhere: bool) -> str:
+    """The ground of a forecast; `elsewhere`: the session went on elsewhere."""
+    known = {"class": "as learned", "tool": "the known end of its tool", "": "none"}
     withdrawn = ", then withdrawn" if elsewhere and expected.by else ""
     return known.get(expected.by, expected.by) + withdrawn
 
@@ -121,10 +121,10 @@ def _expected_lines(expected: ExpectedReturn, decision: Decision) -> Iterator[st
     )
     age = expected.since - expected.ended
     start = f" (from {time_text(age)} after that end on)" if age > 0.05 else ""
-    told = told_text(expected, moved(expected, decision))
+    by = forecast_text(expected, moved(expected, decision))
     yield (
         f"expected back{start}: {shares_text(expected_rates(expected)) or 'not known'};"
-        f" {expected.instance} rank {expected.rank} was told: {told}"
+        f" forecast: {by}"
     )
 
 

@@ -221,6 +221,5 @@ def make_card(number: int, incarnation: int, group: WorkerOptions, node: str = "
             max_sequences=limits.max_sequences,
             max_batched_tokens=limits.max_batched_tokens,
         ),
-        expects_returns=options.retention.by_forecast,
         sleeps=group.sleeps,
     )

@@ -512,10 +512,7 @@ class Simulation:
             self.speculation.ended(active.index, instance, active.generated, self.clock.now)
 
     def _on_forecasts(self, instance: str, forecasts: list[ReturnForecast]) -> None:
-        worker = self.workers.get(instance)
-        if worker is not None:
-            worker.core.expect_returns(forecasts)
-        elif self.nodes is not None:
+        if self.nodes is not None:
             self.nodes.expect_returns(instance, forecasts)
 
     def _end(self, index: int, error: str | None) -> None:

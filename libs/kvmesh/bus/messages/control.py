@@ -117,7 +117,7 @@ class ReturnForecast(Struct, frozen=True, array_like=True):
 
 
 class ExpectReturns(Struct, frozen=True, tag="expect_returns"):
-    """Order the eviction of these prompts' blocks by the forecasts. No reply is sent."""
+    """Expect the returns of these prompts, from a router to a kvbm. No reply is sent."""
 
     forecasts: list[ReturnForecast]
 

@@ -326,8 +326,8 @@ class Instance(Struct, frozen=True, kw_only=True):
     from the creation of a worker's process until routers could see it, less those in which it was
     parked, 0 if unknown; `phases` says where they went. `promoted_s` are those from its promotion
     on, 0 if it was not parked. A parked worker will serve the model named `parked_for`, and has
-    no `model` card before it does. A worker or kvbm that `expects_returns` orders eviction by
-    forecasts of returns; others need none. `compiled` is the compile cache that a worker offers, if
+    no `model` card before it does. Routers send forecasts of returns to a kvbm that
+    `expects_returns`. `compiled` is the compile cache that a worker offers, if
     any. `adapters` says which LoRA adapters it can load for routers; it is None if it loads none.
     `sources` tells where a worker's weights and compiled code came from, as far as known. A worker
     that `sleeps` can free its device and wait to be promoted again; a parked one is `asleep` if it

@@ -5,7 +5,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 EVICTED = "evicted"  # the least recently used, to make space
-UNLIKELY = "unlikely"  # to make space: their return was forecast to be worth the least
+UNLIKELY = "unlikely"  # to make space: of engines of version 0.2, which evicted by forecasts
 EXPIRED = "expired"  # evicted once its retention had expired
 CLIPPED = "clipped"  # evicted, as the tenant's budget did not cover its retention
 RELEASED = "released"  # only an ended session used it

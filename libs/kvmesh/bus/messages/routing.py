@@ -235,8 +235,8 @@ class ExpectedReturn(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `after` ended at the Unix time `ended` on `rank` of `instance`, and its session waited for
     `waits`, as in `Outcome.waits_for`. `rates` are packed rates of return, of ages that count from
-    `since`. `by` is "class" or "tool" if they were sent to the worker: as learned, or from the
-    known end of a tool; it is empty if nothing was sent. `pause_s` is the pause that came.
+    `since`. `by` is "class" or "tool": as learned, or from the known end of a tool; it is empty if
+    a router of version 0.2 sent nothing. `pause_s` is the pause that came.
     """
 
     after: str

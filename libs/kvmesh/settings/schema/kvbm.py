@@ -14,7 +14,6 @@ class KvbmSettings(Section, frozen=True, kw_only=True):
     node: machine of this kvbm and its workers; empty: the host's name
     directory: folder in memory shared with the workers; none: one under /dev/shm
     host_bytes: memory for blocks, in bytes
-    eviction: order of blocks without directives: by forecasts of their return or by use
     disk_path: folder for blocks on a local disk; none: no disk tier
     disk_bytes: largest size of the disk tier, in bytes
     remote_url: remote store: redis://, rediss://, unix:// or file:// URL; empty: none
@@ -40,7 +39,6 @@ class KvbmSettings(Section, frozen=True, kw_only=True):
     node: str = ""
     directory: Path | None = None
     host_bytes: Annotated[int, Meta(ge=1 << 20)] = 1 << 30
-    eviction: Literal["forecast", "lru"] = "forecast"
     restore: Literal["auto", "off"] = "auto"
     disk_path: Path | None = None
     disk_bytes: Annotated[int, Meta(ge=1 << 20)] = 16 << 30

@@ -29,7 +29,7 @@ class RouterSettings(Section, frozen=True, kw_only=True):
         only in room that no other request needs
     disagg_tokens: uncached tokens from which a prefill worker computes the prompt
     admit_agents: kv: have some agents rest while contexts exceed the memory
-    forecast_returns: learn when prompts return, and tell the workers what to expect
+    forecast_returns: learn when prompts return, and tell the kvbms what to expect
     load_adapters: have workers with weights.share load the adapters of requests
     metrics_port: port of /metrics and /health; 0: none
 

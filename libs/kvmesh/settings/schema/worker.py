@@ -29,7 +29,6 @@ class WorkerSettings(Section, frozen=True, kw_only=True):
     drain_timeout_s: longest wait for running requests
     hang_timeout_s: an engine with work but without a step for this long is dead
     retention: default retention by kind of token, KIND=PRIORITY or KIND=PRIORITY/SECONDS
-    eviction: order of blocks without directives: by forecasts of their return or by use
     node: machine whose kvbm it uses; empty: the host's name
     metrics_port: port of /metrics and /health; 0: none
 
@@ -70,7 +69,6 @@ class WorkerSettings(Section, frozen=True, kw_only=True):
     compile_timeout_s: Seconds = 10.0
     tenant_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
     retention: list[str] = []
-    eviction: Literal["forecast", "lru"] = "forecast"
     session_idle_s: Seconds = 3600.0
     node: str = ""
     shared_wait_s: Weight = 5.0

@@ -89,7 +89,7 @@ class ControlServer:
         return ControlReply(True)
 
     def expect(self, message: ExpectReturns) -> None:
-        """Order eviction by forecasts of returns."""
+        """Take forecasts of returns."""
         now = self._clock()
         self._manager.expect_returns(on_clock(message.forecasts, time.time(), now), now)
         self._settle()

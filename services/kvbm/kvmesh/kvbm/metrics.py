@@ -37,9 +37,6 @@ class ManagerCollector(Collector):
         size = _gauge("capacity_bytes", "Size of a tier", "tier")
         retained = _gauge("retained_bytes", "Bytes with explicit retention", "tier")
         evicted = _counter("evicted_blocks", "Blocks evicted to free space", "tier")
-        unlikely = _counter(
-            "unlikely_blocks", "Blocks evicted since a forecast made them worth the least", "tier"
-        )
         for number, tier in store.tiers.items():
             label = [str(number)]
             blocks.add_metric(label, len(tier.copies))
@@ -47,10 +44,9 @@ class ManagerCollector(Collector):
             size.add_metric(label, tier.slots.capacity)
             retained.add_metric(label, sum(tier.budget.charged.values()))
             evicted.add_metric(label, tier.evicted)
-            unlikely.add_metric(label, tier.unlikely)
         if store.remote is not None:
             blocks.add_metric([str(REMOTE)], len(store.remote))
-        yield from (blocks, used, size, retained, evicted, unlikely)
+        yield from (blocks, used, size, retained, evicted)
         hits = _counter("hit_blocks", "Fetched blocks that a tier had", "tier")
         onboarded = _counter("onboarded_blocks", "Blocks loaded by workers, by source tier", "tier")
         for number in TIERS:

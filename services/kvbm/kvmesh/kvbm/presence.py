@@ -110,7 +110,7 @@ class Presence:
             version=VERSION,
             started=time.time(),
             node=node_name(settings),
-            expects_returns=self._manager.returns.by_forecast,
+            expects_returns=self._manager.returns.enabled,
             store=NodeStore(
                 directory=str(self._storage.directory.path),
                 tier_bytes=sizes,

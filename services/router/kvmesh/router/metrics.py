@@ -49,24 +49,18 @@ missed_blocks = Counter(
 )
 forecasts = Counter(
     f"{_PREFIX}_forecasts",
-    "Forecasts of returns sent, one for each prompt to its worker and kvbm",
+    "Forecasts of returns sent, one for each prompt to each kvbm of its node",
     ["model"],
 )
 forecast_withdrawals = Counter(
     f"{_PREFIX}_forecast_withdrawals",
-    "Forecasts withdrawn from workers, as the session went on elsewhere",
+    "Forecasts withdrawn from kvbms, as the session went on elsewhere",
     ["model"],
 )
 forecast_returns = Gauge(
     f"{_PREFIX}_forecast_returns",
     f"Returns of prompts within an age, expected by forecasts and observed: {_SAME}",
     ["model", "within_s", "kind"],
-)
-forecast_hits = Gauge(
-    f"{_PREFIX}_forecast_hits_share",
-    "Share of the blocks read again that a cache of the ranks' size would hold, evicting by "
-    f"forecast or by recency: {_SAME}",
-    ["model", "order"],
 )
 agents = Gauge(
     f"{_PREFIX}_agents",
@@ -204,11 +198,6 @@ class RouterModelMetrics:
             within = f"{each.within_s:g}"
             forecast_returns.labels(self._model, within, "expected").set(each.expected)
             forecast_returns.labels(self._model, within, "observed").set(each.observed)
-        shadow = returns.shadow
-        if shadow.wanted > 0:
-            by_value, by_recency = shadow.hits_by_value, shadow.hits_by_recency
-            forecast_hits.labels(self._model, "forecast").set(by_value / shadow.wanted)
-            forecast_hits.labels(self._model, "recency").set(by_recency / shadow.wanted)
 
     def _slowness(self, core: RouterCore) -> None:
         outliers = {}

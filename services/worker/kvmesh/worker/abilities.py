@@ -2,7 +2,6 @@
 
 from kvmesh.worker.capabilities import (
     AdapterLoading,
-    Expecting,
     Parkable,
     Prefetching,
     ReadingImages,
@@ -17,7 +16,6 @@ from kvmesh.worker.engine import Engine, EngineInfo
 DIRECTIVES = "retention directives"
 OUTCOMES = "outcomes, pins, clearing by namespace"
 RELEASE = "release of sessions"
-FORECASTS = "eviction by forecasts of return"
 PREFETCH = "prefetch"
 TIERS = "lower tiers"
 HANDOFF = "handoff of prompts"
@@ -28,12 +26,11 @@ PARKING = "[parking](workers.md#parked-workers)"
 IMAGES = "[images](images.md)"
 SLEEP = "[sleep](workers.md#sleeping-workers)"
 ABILITIES = (
-    *(DIRECTIVES, OUTCOMES, RELEASE, FORECASTS),
+    *(DIRECTIVES, OUTCOMES, RELEASE),
     *(PREFETCH, TIERS, HANDOFF, ROLES, ADAPTERS, TAGS, IMAGES, PARKING, SLEEP),
 )
 
 ALWAYS = "yes"
-ORDER = "`worker.eviction`, the default"
 PLUGIN = "with [the plugin](vllm-plugin.md)"
 # Of each engine, with the condition of each ability, in Markdown.
 DECLARED: dict[str, dict[str, str]] = {
@@ -41,7 +38,6 @@ DECLARED: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             (DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, HANDOFF, ROLES, TAGS, PARKING, SLEEP), ALWAYS
         ),
-        FORECASTS: ORDER,
         TIERS: "`mock.host_blocks` or `mock.kvbm`",
         ADAPTERS: "`worker.max_adapters`",
         IMAGES: "`mock.image_tokens`",
@@ -50,12 +46,10 @@ DECLARED: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             (DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, HANDOFF, ROLES, TAGS, PARKING, SLEEP), ALWAYS
         ),
-        FORECASTS: ORDER,
         TIERS: "a [block manager](kvbm.md) on its node",
     },
     "vllm": {
         **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE), "`vllm.retention`, the default"),
-        FORECASTS: "`vllm.retention` and `worker.eviction`, the defaults",
         TIERS: "`vllm.kvbm` or vLLM's `kv_offloading_size`",
         **dict.fromkeys((HANDOFF, ROLES), "`worker.serves`"),
         ADAPTERS: "`worker.max_adapters`",
@@ -65,7 +59,7 @@ DECLARED: dict[str, dict[str, str]] = {
         SLEEP: "vLLM's `enable_sleep_mode`, on GPUs",
     },
     "openai": {
-        **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE, FORECASTS), PLUGIN),
+        **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE), PLUGIN),
         TIERS: "`remote.kvbm` or vLLM's `--kv-offloading-size`",
         PREFETCH: "vLLM's `--enable-prompt-tokens-details`",
         ADAPTERS: "vLLM's `VLLM_ALLOW_RUNTIME_LORA_UPDATING`",
@@ -95,7 +89,6 @@ def abilities(engine: Engine, info: EngineInfo) -> set[str]:
         OUTCOMES: info.reports_outcomes,
         RELEASE: info.reports_outcomes
         or (isinstance(engine, Releasing) and not isinstance(engine, Retaining)),
-        FORECASTS: info.expects_returns and isinstance(engine, Expecting),
         PREFETCH: isinstance(engine, Prefetching),
         TIERS: isinstance(engine, Tiered) and engine.tier_counts() is not None,
         HANDOFF: info.supports_handoff,

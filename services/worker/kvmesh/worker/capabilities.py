@@ -20,7 +20,6 @@ from kvmesh.bus.messages import (
     PutImage,
     RankEvents,
     Release,
-    ReturnForecast,
     Unpin,
     Work,
 )
@@ -82,18 +81,6 @@ class Retaining(Releasing, Protocol):
 
     def retention(self) -> list[RetentionState]:
         """Return the retention state of each rank."""
-        ...
-
-
-@runtime_checkable
-class Expecting(Protocol):
-    """Engine that evicts unclaimed blocks by forecasts of the return of their prompts."""
-
-    async def expect_returns(self, forecasts: list[ReturnForecast]) -> None:
-        """Apply forecasts, with `since` in Unix time; those of unknown requests have no effect.
-
-        Raises EngineError.
-        """
         ...
 
 

@@ -1,23 +1,17 @@
 """Commands on a worker's control subject."""
 
-import asyncio
-import logging
-from collections import deque
 from collections.abc import Callable
 
 from kvmesh.bus.client import Reply
-from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import (
     AdapterCommand,
     Cancel,
     Control,
     ControlReply,
     Drain,
-    ExpectReturns,
     LoadAdapter,
     Promote,
     Resend,
-    ReturnForecast,
     Serve,
     ShowEvents,
     Sleep,
@@ -26,22 +20,17 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.worker.capabilities import (
-    COMMAND_S,
     EngineCommand,
-    Expecting,
     event_report,
     execute_command,
 )
-from kvmesh.worker.engine import Engine, EngineError
+from kvmesh.worker.engine import Engine
 from kvmesh.worker.lora.manager import AdapterManager
 from kvmesh.worker.requests.handler import RequestHandler
 from kvmesh.worker.roles import RoleSwitch
 
-log = logging.getLogger(__name__)
 MAX_COMMANDS = 256
 MAX_TAKES = 64
-MAX_FORECASTS = 8192
-FORECASTS = 16  # of a call: each takes up to milliseconds, in which vLLM takes no step
 
 
 class ControlHandler:
@@ -73,7 +62,6 @@ class ControlHandler:
         self._is_leaving = is_leaving
         self._tasks = BackgroundTasks()
         self._takes = BackgroundTasks()
-        self._forecasts = ForecastFeed(engine) if isinstance(engine, Expecting) else None
 
     def handle(self, command: Control, reply: Reply) -> None:
         """Execute a command and reply, at once or when the engine has executed it."""
@@ -110,18 +98,11 @@ class ControlHandler:
         else:
             self._takes.start(self._adapt(command, reply), "adapter for a router")
 
-    def expect(self, message: ExpectReturns) -> None:
-        """Pass forecasts of returns to the engine, if it orders eviction by them."""
-        if self._forecasts is not None:
-            self._forecasts.put(message.forecasts)
-
     async def close(self) -> None:
         """Cancel the commands in execution."""
         await self._takes.close()
         await self._tasks.close()
         await self._adapters.close()
-        if self._forecasts is not None:
-            await self._forecasts.close()
 
     async def _adapt(self, command: AdapterCommand | TakeAdapter, reply: Reply) -> None:
         reply(await self._adapters.execute(command))
@@ -131,44 +112,6 @@ class ControlHandler:
 
     async def _execute(self, command: EngineCommand, reply: Reply) -> None:
         reply(await execute_command(self._engine, self._name, command))
-
-
-class ForecastFeed:
-    """Passes forecasts to an engine, FORECASTS in a call and one call at a time.
-
-    The latest MAX_FORECASTS wait. Of failures in a row the first is logged.
-    """
-
-    def __init__(self, engine: Expecting) -> None:
-        self._engine = engine
-        self._waiting: deque[ReturnForecast] = deque(maxlen=MAX_FORECASTS)
-        self._tasks = BackgroundTasks()
-        self._failing = False
-
-    def put(self, forecasts: list[ReturnForecast]) -> None:
-        """Pass on forecasts; returns at once."""
-        self._waiting += forecasts
-        if self._waiting and not len(self._tasks):
-            self._tasks.start(self._send(), "forecasts of returns")
-
-    async def close(self) -> None:
-        """Cancel the call in execution."""
-        await self._tasks.close()
-
-    async def _send(self) -> None:
-        while self._waiting:
-            await asyncio.sleep(0)  # between calls of an engine that waits for nothing
-            size = min(FORECASTS, len(self._waiting))
-            forecasts = [self._waiting.popleft() for _ in range(size)]
-            try:
-                async with asyncio.timeout(COMMAND_S):
-                    await self._engine.expect_returns(forecasts)
-            except (EngineError, TimeoutError) as error:
-                if not self._failing:
-                    log.warning("the engine takes no forecasts of returns: %s", cause(error))
-                self._failing = True
-            else:
-                self._failing = False
 
 
 def _request_reply(known: bool) -> ControlReply:

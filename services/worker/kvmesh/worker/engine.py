@@ -116,8 +116,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     `tiered`: it loads blocks from the kvbm of its node. `kv_layout` describes the KV layout as
     text, empty if unknown. `warnings` are abilities that it lacks although the settings ask for
     them: one line of text for each kind of warning. `devices` is the number of devices of one rank.
-    `expects_returns`: it orders eviction by forecasts of returns. `task` and
-    `image_placeholder` are as in `ModelCard`: an engine gets no work of another task.
+    `task` and `image_placeholder` are as in `ModelCard`: an engine gets no work of another task.
     """
 
     name: str
@@ -136,7 +135,6 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     kv_layout: str = ""
     warnings: dict[str, str] = {}
     devices: int = 1
-    expects_returns: bool = False
     task: str = GENERATE
     image_placeholder: str = ""
 

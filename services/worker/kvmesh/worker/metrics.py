@@ -47,19 +47,7 @@ RETENTION_COUNTERS = (
         "evicted",
         "evicted_blocks",
         "order",
-        "blocks evicted for others by what chose them: a forecast, recency, or claims and doubt",
-    ),
-    (
-        "forecasts",
-        "forecasts",
-        "result",
-        "forecasts of returns: applied, unknown (no ended request here yet), malformed",
-    ),
-    (
-        "returns",
-        "returns",
-        "blocks",
-        "prompts with a forecast whose session came back: all blocks held, or some evicted",
+        "blocks evicted for others by what chose them: recency, or claims and doubt",
     ),
 )
 T = TypeVar("T")

@@ -96,7 +96,6 @@ def instance_card(
         needs_handoff=info.needs_handoff,
         labels=card_labels(worker),
         node=node_name(worker) if info.tiered else "",
-        expects_returns=info.expects_returns,
         sleeps=sleeps,
     )
 

@@ -23,7 +23,6 @@ from kvmesh.bus.messages import (
     Control,
     ControlReply,
     Dump,
-    ExpectReturns,
     Instance,
     KvEvent,
     Load,
@@ -89,7 +88,6 @@ STALL_CHECKS = 10
 _work_decoder = MessageDecoder(Work)
 _take_decoder = MessageDecoder(TakeAdapter)
 _dump_decoder = MessageDecoder(Dump)
-_returns_decoder = MessageDecoder(ExpectReturns)
 _control_decoder: MessageDecoder[Control] = MessageDecoder(Control)
 
 
@@ -494,9 +492,6 @@ class WorkerNode:
                 _take_decoder,
                 self._control.take,
                 on_malformed=_malformed,
-            ),
-            await self._bus.subscribe(
-                subjects.returns(self.instance), _returns_decoder, self._control.expect
             ),
             await serve(
                 subjects.dump(self.instance),

@@ -243,7 +243,7 @@ def test_engines_follow_the_settings_of_workers(
 
     usual = figures_with("block_size = 16")
     assert "without effect" not in capsys.readouterr().err
-    assert figures_with('block_size = 64\neviction = "lru"') != usual
+    assert figures_with("block_size = 64\nsession_idle_s = 60") != usual
     assert "without effect" not in capsys.readouterr().err
     assert figures_with("context = 9\nmax_waiting = 9") == usual
     assert "[worker] settings without effect here: context, max_waiting" in capsys.readouterr().err

@@ -22,6 +22,8 @@ def test_every_option_that_a_foreign_flag_names_exists() -> None:
         ("router --kv-overlap-score-weight 1", "here --prefill-weight"),
         ("router --router-reset-states", "--reset-states of `kvmesh indexer`"),
         ("up --router-mode kv", "here --router-policy"),
+        ("up --worker-eviction lru", "recency orders eviction"),
+        ("kvbm --eviction lru", "recency orders eviction"),
         ("worker --kv_cache_block_size 16", "here --block-size"),
         ("worker --tensor-parallel-size 2", "--vllm-args tensor_parallel_size="),
         ("up --workerss 2", "did you mean --workers?"),

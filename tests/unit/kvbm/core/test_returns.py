@@ -1,4 +1,4 @@
-"""Forecasts of returns order eviction in the tiers of a node, by seconds saved per second held."""
+"""Forecasts of returns in a node: what they expect of blocks, and which go to the disk by them."""
 
 import pytest
 from support.kvbm_manager import BLOCK_BYTES, ManagedNode, prompt
@@ -12,9 +12,9 @@ OFTEN, SELDOM, NEVER = [1.0] * BINS, [0.001] * BINS, [0.0] * BINS
 OLD, NEW, NEXT = prompt(4, 1), prompt(4, 2), prompt(4, 3)
 
 
-def two_prompts(**options: object) -> ManagedNode:
+def two_prompts() -> ManagedNode:
     """A node whose arena is full of two prompts, of which the older is more likely to return."""
-    node = ManagedNode(arena=8, **options)  # type: ignore[arg-type]
+    node = ManagedNode(arena=8, disk=64, restores=True)
     node.put("old", OLD, session="a")
     node.put("new", NEW, session="b")
     node.expect("old", OFTEN)
@@ -22,60 +22,40 @@ def two_prompts(**options: object) -> ManagedNode:
     return node
 
 
-def test_the_prompt_that_returns_less_often_goes_first() -> None:
+def expected(node: ManagedNode) -> int:
+    """The blocks of which something is expected."""
+    return sum(bool(block.expected) for block in node.manager.store.blocks.values())
+
+
+def test_recency_orders_eviction_whatever_is_forecast() -> None:
     node = two_prompts()
     node.put("next", NEXT)
-    assert (node.held(OLD), node.held(NEW)) == (4, 0)
-    assert node.removed == {(ARENA, "unlikely", "next"): 4}
-    assert node.manager.store.tiers[ARENA].unlikely == 4
-
-
-def test_recency_decides_if_forecasts_are_off() -> None:
-    node = two_prompts(by_forecast=False)
-    node.put("next", NEXT)
     assert (node.held(OLD), node.held(NEW)) == (0, 4)
-    assert node.removed == {(ARENA, "evicted", "next"): 4}
+    assert node.removed[ARENA, "evicted", "next"] == 4
 
 
-def test_recency_decides_without_forecasts() -> None:
-    node = ManagedNode(arena=8)
-    node.put("old", OLD)
-    node.put("new", NEW)
-    node.put("next", NEXT)
-    assert (node.held(OLD), node.held(NEW)) == (0, 4)
-
-
-def test_what_both_prompts_share_is_worth_both() -> None:
-    node = ManagedNode(arena=8)
-    node.put("a", prompt(5, 1, head=2), session="a")
-    node.put("b", prompt(5, 2, head=2), session="b")
-    node.put("c", b"".join(bytes([n, 9]) * 8 for n in range(50, 52)), session="c")
-    node.expect("c", [1.5] * BINS)
-    node.expect("a", OFTEN)
-    node.expect("b", OFTEN)
-    node.put("next", b"".join(bytes([n, 9]) * 8 for n in range(60, 66)))
-    assert node.held(prompt(2, 1, head=2)) == 2
+@pytest.mark.parametrize(("disk", "restores"), [(0, True), (64, False)])
+def test_nothing_is_expected_where_nothing_is_restored(disk: int, restores: bool) -> None:
+    node = ManagedNode(arena=8, disk=disk, restores=restores)
+    assert not node.manager.returns.enabled
+    node.put("old", OLD, session="a")
+    node.expect("old", OFTEN)
+    assert expected(node) == 0
 
 
 def test_a_forecast_holds_for_the_blocks_that_are_written_after_it() -> None:
-    node = ManagedNode(arena=8)
+    node = ManagedNode(arena=8, disk=64, restores=True)
     node.put("old", OLD[: 16 * 2], session="a")
     node.expect("old", OFTEN)
     node.put("old", OLD, session="a")
-    node.put("new", NEW, session="b")
-    node.expect("new", SELDOM)
-    node.put("next", NEXT)
-    assert (node.held(OLD), node.held(NEW)) == (4, 0)
+    assert expected(node) == 4
 
 
 def test_a_forecast_that_comes_before_the_blocks_waits_for_them() -> None:
-    node = ManagedNode(arena=8)
+    node = ManagedNode(arena=8, disk=64, restores=True)
     node.expect("old", OFTEN)
     node.put("old", OLD, session="a")
-    node.put("new", NEW, session="b")
-    node.expect("new", SELDOM)
-    node.put("next", NEXT)
-    assert node.held(OLD) == 4
+    assert expected(node) == 4
     assert node.manager.returns.forecasts["unknown"] == 1
 
 
@@ -83,52 +63,28 @@ def test_a_return_ends_the_forecast() -> None:
     node = two_prompts()
     node.get("again", OLD, session="a")
     assert node.manager.returns.returns["held"] == 1
-    node.expect("again", NEVER)
-    node.put("next", NEXT)
-    assert node.held(OLD) == 0
+    assert len(node.manager.returns.likeliest(8, lambda _: True)) == 1
 
 
 def test_a_return_to_evicted_blocks_is_counted() -> None:
-    node = two_prompts()
+    node = ManagedNode(arena=8, disk=8, restores=True, frequency=9.0)
+    node.put("old", OLD, session="a")
+    node.manager.give_up_disk()
+    node.expect("old", OFTEN)
+    node.put("new", NEW)
     node.put("next", NEXT)
-    node.get("again", NEW, session="b")
-    assert node.manager.returns.returns["evicted"] == 1
+    node.get("again", OLD, session="a")
+    assert sum(node.manager.returns.returns.values()) == 1
 
 
 def test_nothing_is_expected_of_a_released_session() -> None:
     node = two_prompts()
-    node.put("both", OLD, session="c")
-    node.manager.release(["a"], node.now)
-    node.put("next", NEXT)
-    assert node.held(OLD) == 0
-
-
-def test_a_block_that_the_disk_has_too_is_worth_only_its_load() -> None:
-    node = ManagedNode(arena=8, disk=8)
-    node.get("speed", prompt(1, 9), compute_tps=1.0)
-    node.put("old", OLD)
-    node.settle()
-    assert node.held(OLD, DISK) == 4
-    node.manager.give_up_disk()
-    node.put("new", NEW)
-    node.expect("old", [0.002] * BINS)
-    node.expect("new", [0.0015] * BINS)
-    node.put("next", NEXT)
-    assert (node.held(OLD), node.held(NEW)) == (0, 4)
-
-
-def test_the_disk_evicts_what_returns_less_often() -> None:
-    node = ManagedNode(arena=64, disk=8)
-    node.put("old", OLD)
-    node.put("new", NEW)
-    node.expect("old", OFTEN)
-    node.expect("new", SELDOM)
-    node.put("next", NEXT)
-    assert (node.held(OLD, DISK), node.held(NEW, DISK), node.held(NEXT, DISK)) == (4, 0, 4)
+    node.manager.release(["a", "b"], node.now)
+    assert node.manager.returns.likeliest(8, lambda _: True) == []
 
 
 def test_a_prompt_that_does_not_return_is_not_written_to_disk() -> None:
-    node = ManagedNode(arena=64, disk=64)
+    node = ManagedNode(arena=64, disk=64, restores=True)
     node.expect("never", NEVER)
     node.put("never", OLD)
     assert node.held(OLD, DISK) == 0
@@ -160,9 +116,9 @@ def test_malformed_forecasts_are_counted() -> None:
 
 
 def test_forecasts_of_many_blocks_are_applied_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each changes the order of all blocks of its prompt, and fetches wait meanwhile."""
+    """Each concerns all blocks of its prompt, and fetches wait meanwhile."""
     monkeypatch.setattr("kvmesh.kvbm.core.returns.MOST_APPLIED", 3)
-    node = ManagedNode(arena=8)
+    node = ManagedNode(arena=8, disk=8, restores=True)
     node.put("a", OLD, session="a")
     node.put("b", NEW, session="b")
     returns, blocks = node.manager.returns, node.manager.store.blocks.values()

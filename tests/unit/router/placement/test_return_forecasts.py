@@ -1,8 +1,7 @@
-"""The router core passes route events on to the forecaster, and forecasts to workers that ask."""
+"""The router core passes route events on to the forecaster, and forecasts to kvbms that ask."""
 
 from random import Random
 
-import pytest
 from support.routing import request, sequence, worker
 
 from kvmesh.bus.messages import Hints, Instance, Outcome, Placement, Role
@@ -14,8 +13,19 @@ EPOCH = 1e9
 
 def core(**settings: bool) -> RouterCore:
     router = RouterCore("m", "r", RouterSettings(**settings), Random(1), EPOCH)  # type: ignore[arg-type]
-    router.join(worker("a", expects_returns=True))
-    router.join(worker("b"))
+    for node, expects in (("n", True), ("o", False)):
+        router.join(worker(f"worker-{node}", node=node))
+        router.join(
+            Instance(
+                instance=f"kvbm-{node}",
+                role=Role.KVBM,
+                name=f"kvbm-{node}",
+                version="0",
+                started=0.0,
+                node=node,
+                expects_returns=expects,
+            )
+        )
     return router
 
 
@@ -45,61 +55,37 @@ def finish(router: RouterCore, name: str, on: str, first: int = 0, load_test: bo
     router.learn(outcome, 6.0)
 
 
-def trust(router: RouterCore) -> None:
-    assert router.learning.returns is not None
-    router.learning.returns.shadow.returns = 1000
-    router.learning.returns.shadow.hits_by_value = 1e9
-
-
-def test_a_worker_that_expects_returns_gets_the_forecast() -> None:
+def test_the_kvbm_of_the_workers_node_gets_the_forecast_if_it_expects_returns() -> None:
     router = core()
-    trust(router)
-    finish(router, "1", "a")
-    [forecast] = router.take_forecasts(6.0)["a"]
+    finish(router, "1", "worker-n")
+    forecasts = router.take_forecasts(6.0)
+    assert set(forecasts) == {"kvbm-n"}
+    [forecast] = forecasts["kvbm-n"]
     assert (forecast.request, forecast.since) == ("1", EPOCH + 6.0)
-    assert router.learning.returns is not None
-    assert router.learning.returns.shadow.capacity == 2 * 1024
-    finish(router, "2", "b", first=50)
+    finish(router, "2", "worker-o", first=50)
     assert router.take_forecasts(7.0) == {}
 
 
-@pytest.mark.parametrize("expects", [True, False])
-def test_the_kvbm_of_the_workers_node_gets_it_too(expects: bool) -> None:
+def test_a_worker_of_the_former_release_gets_none() -> None:
     router = core()
-    router.join(worker("c", node="n", expects_returns=expects))
-    for node, instance, kvbm_expects in (("n", "k", True), ("n", "old", False), ("o", "l", True)):
-        router.join(
-            Instance(
-                instance=instance,
-                role=Role.KVBM,
-                name=instance,
-                version="0",
-                started=0.0,
-                node=node,
-                expects_returns=kvbm_expects,
-            )
-        )
-    trust(router)
-    finish(router, "1", "c")
-    forecasts = router.take_forecasts(6.0)
-    assert set(forecasts) == ({"c", "k"} if expects else {"k"})
-    assert forecasts["k"][0].request == "1"
+    router.join(worker("old", expects_returns=True))
+    finish(router, "1", "old")
+    assert router.take_forecasts(6.0) == {}
 
 
 def test_nothing_is_learned_about_agents_from_a_load_test() -> None:
     router = core()
-    trust(router)
-    finish(router, "1", "a", load_test=True)
+    finish(router, "1", "worker-n", load_test=True)
     assert router.take_forecasts(6.0) == {}
     assert router.speeds.answer == 0
-    finish(router, "2", "a")
-    [forecast] = router.take_forecasts(6.0)["a"]
+    finish(router, "2", "worker-n")
+    [forecast] = router.take_forecasts(6.0)["kvbm-n"]
     assert forecast.request == "2"
     assert router.speeds.answer == 1
 
 
 def test_forecasts_can_be_turned_off() -> None:
     router = core(forecast_returns=False)
-    finish(router, "1", "a")
+    finish(router, "1", "worker-n")
     assert router.learning.returns is None
     assert router.take_forecasts(6.0) == {}

@@ -15,14 +15,12 @@ from kvmesh.bus.messages import (
     Pin,
     Removed,
     Retain,
-    ReturnForecast,
     Sampling,
     Stored,
     Work,
 )
 from kvmesh.hashing import sequence_hashes
 from kvmesh.retention.claims import DOUBTFUL
-from kvmesh.returns.rates import BINS, pack_rates
 from kvmesh.worker.enginecore.block_manager import BlockManager
 from kvmesh.worker.enginecore.radix_tree import BlockRun
 from kvmesh.worker.enginecore.retention_options import RetentionOptions
@@ -70,7 +68,6 @@ class RetentionMachine(RuleBasedStateMachine):
         self.conversations: dict[tuple[str, int], set[int]] = {}
         self.ever: dict[str, set[int]] = {}
         self.left: set[int] = set()
-        self.ended = 0
 
     @property
     def keeping_runs(self) -> list[BlockRun]:
@@ -132,23 +129,8 @@ class RetentionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), priority=st.sampled_from([0, 0, 1, 100]))
     def end(self, data: st.DataObject, priority: int) -> None:
-        blocks, work = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        self.ended += 1
-        request, now = f"r-{self.ended}", self.manager.now
-        self.manager.retention.end_request(request, work.session, blocks, now)
+        blocks, _ = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         self.manager.unlock(blocks, priority)
-
-    @rule(
-        ago=st.integers(0, 12),
-        rates=st.lists(st.sampled_from([0.0, 0.01, 1.0]), min_size=BINS, max_size=BINS),
-        since=st.integers(-2, 20),
-    )
-    def expect(self, ago: int, rates: list[float], since: int) -> None:
-        """Of a prompt that ended lately, or of the next one."""
-        now = self.manager.now
-        request = f"r-{self.ended + 1 - ago}"
-        forecast = ReturnForecast(request, 0, now - since, pack_rates(rates))
-        self.manager.retention.expect_returns([forecast], now)
 
     @rule(session=NAMES)
     def release(self, session: str) -> None:
@@ -386,7 +368,7 @@ def test_doubtful_blocks_go_first_and_name_the_reason() -> None:
     assert matched(manager, [1, 2, 3, 4]) == [4]
     put(manager, list(range(100, 109)), "")
     assert removals(manager) == [(1, "superseded", None)]
-    assert manager.retention.state(0, 0.0).evicted == {"forecast": 0, "recency": 0, "claim": 1}
+    assert manager.retention.state(0, 0.0).evicted == {"recency": 0, "claim": 1}
     put(manager, [200, 201], "")
     assert removals(manager) == [(1, "superseded", None), (1, "evicted", None)]
 
@@ -459,13 +441,10 @@ def test_a_prediction_casts_doubt_until_the_next_prompt_tells() -> None:
         assert matched(manager, [1, 2, 3, 4]) == [kept]
 
 
-SOON, NEVER = [1.0] * BINS, [1e-7] * BINS
-
-
 def run_session(
     manager: BlockManager, local: list[int], session: str, request: str, ahead: bool = False
 ) -> None:
-    """Run a prompt of a session to its end, and note that."""
+    """Run a prompt of a session to its end."""
     blocks, claims = hashes(local), parse_retention(work_of(1, [], session), 1, {})
     assert claims is not None
     claims = replace(claims, ahead=ahead)
@@ -474,120 +453,19 @@ def run_session(
     parent = blocks[held - 1] if held else None
     manager.promote(parent, SALT, blocks[held:], packed(local[held:]), "t")
     manager.retention.start_request(blocks, blocks, claims, manager.now)
-    manager.retention.end_request(request, session, blocks, manager.now, ahead)
     manager.unlock(blocks)
-
-
-def expect(manager: BlockManager, request: str, rates: list[float]) -> None:
-    forecast = ReturnForecast(request, 0, manager.now, pack_rates(rates))
-    manager.retention.expect_returns([forecast], manager.now)
 
 
 def matched(manager: BlockManager, *prompts: list[int]) -> list[int]:
     return [manager.match_prefix(hashes(local)).matched for local in prompts]
 
 
-def test_what_is_not_expected_back_goes_first() -> None:
-    manager = BlockManager(12, RetentionOptions())
-    a, b, c = [1, 2, 3, 4], [11, 12, 13, 14], [21, 22, 23, 24]
-    for name, local in (("a", a), ("b", b), ("c", c)):
+def test_recency_decides_about_what_nobody_claims() -> None:
+    manager = BlockManager(8, RetentionOptions())
+    for name, local in (("a", [1, 2, 3, 4]), ("b", [11, 12, 13, 14])):
         run_session(manager, local, name, f"r-{name}")
-        manager.now += 1.0
-    expect(manager, "r-a", SOON)
-    expect(manager, "r-b", NEVER)
     manager.take_events()
-    assert manager.allocate(5, "new")
-    assert matched(manager, a, b, c) == [4, 0, 3]
-    assert removals(manager) == [(4, "unlikely", "new"), (1, "evicted", "new")]
-    state = manager.retention.state(0, manager.now)
-    assert state.evicted == {"forecast": 4, "recency": 1, "claim": 0}
-    assert state.forecasts == {"applied": 2, "unknown": 0, "malformed": 0}
-
-
-def test_what_was_computed_ahead_is_expected_as_its_session_is() -> None:
-    """It replaces the end of the session's prompt, and inherits what is expected of that."""
-    manager = BlockManager(10, RetentionOptions())
-    before, ahead, other = [1, 2, 3], [1, 4, 5], [11, 12, 13, 14]
-    run_session(manager, before, "a", "r-a")
-    run_session(manager, other, "b", "r-b")
-    expect(manager, "r-a", SOON)
-    run_session(manager, ahead, "a", "ahead", ahead=True)
-    expect(manager, "r-b", NEVER)
-    assert matched(manager, before, ahead, other) == [3, 3, 4]
-    assert manager.allocate(3, "new")
-    assert matched(manager, before, ahead, other) == [1, 3, 4], "what the prediction lacks goes"
-    assert manager.allocate(4, "more")
-    assert matched(manager, ahead, other) == [3, 0]
-    expect(manager, "r-a", NEVER)
-    assert manager.allocate(3, "last")
-    assert matched(manager, ahead) == [0]
-
-
-def test_levels_take_precedence_over_forecasts() -> None:
-    manager = BlockManager(8, RetentionOptions(budget=1.0))
-    low, kept = [1, 2], [11, 12]
-    run_request(manager, low, work_of(2, [Retain(0, None, 10, explicit=True)]), "r-low")
-    run_request(manager, kept, work_of(2, [Retain(0, None, 60, explicit=True)]), "r-kept")
-    for request, local, rates in (("r-low", low, SOON), ("r-kept", kept, NEVER)):
-        manager.lock_prefix(hashes(local))
-        manager.retention.end_request(request, None, hashes(local), manager.now)
-        manager.unlock(hashes(local))
-        expect(manager, request, rates)
-    run_session(manager, [21, 22, 23, 24], "s", "r-s")
-    expect(manager, "r-s", SOON)
-    assert manager.allocate(2)
-    assert matched(manager, low, kept, [21, 22, 23, 24]) == [0, 2, 4]
-    assert manager.allocate(3)
-    assert matched(manager, kept, [21, 22, 23, 24]) == [2, 1]
-
-
-def test_a_shared_prefix_is_worth_the_sum_of_its_prompts() -> None:
-    """Once its two continuations have gone, it outlives a prompt that is as likely as each."""
-    manager = BlockManager(8, RetentionOptions())
-    one, two, other = [1, 2, 3, 4], [1, 2, 3, 5], [11, 12, 13]
-    for name, local in (("one", one), ("two", two), ("other", other)):
-        run_session(manager, local, name, f"r-{name}")
-        expect(manager, f"r-{name}", SOON)
-    manager.now += 1.0
-    assert manager.allocate(5)
-    assert matched(manager, one, two, other) == [3, 3, 0]
-
-
-def test_a_prompt_that_has_returned_is_not_expected_any_more() -> None:
-    manager = BlockManager(16, RetentionOptions())
-    run_session(manager, [1, 2, 3], "s", "r-1")
-    expect(manager, "r-1", SOON)
-    run_session(manager, [1, 2, 3, 4], "s", "r-2")
-    assert manager.retention.state(0, 0.0).returns == {"held": 1, "evicted": 0}
-    (run,) = manager.retention._tree
-    assert not run.expected
-    expect(manager, "r-2", NEVER)
-    assert len(run.expected) == 1
-    assert run.expected[0].at(manager.now)[0] < 1e-6
-
-
-def test_a_forecast_of_evicted_blocks_concerns_those_that_are_left() -> None:
-    manager = BlockManager(8, RetentionOptions())
-    run_session(manager, [1, 2, 3, 4], "s", "r-1")
-    run_session(manager, [1, 2, 7, 8], "t", "r-2")
-    assert manager.allocate(4)
-    assert matched(manager, [1, 2, 3, 4]) == [2]
-    manager.free_private(4)
-    expect(manager, "r-1", NEVER)
-    run_session(manager, [11, 12, 13], "u", "r-3")
-    assert manager.allocate(5)
-    assert matched(manager, [1, 2], [11, 12, 13]) == [0, 3]
-    for request in ("r-1", "r-2"):
-        expect(manager, request, SOON)
-
-
-def test_without_forecasts_or_with_lru_recency_alone_decides() -> None:
-    for options in (RetentionOptions(), RetentionOptions(by_forecast=False)):
-        manager = BlockManager(8, options)
-        for name, local in (("a", [1, 2, 3, 4]), ("b", [11, 12, 13, 14])):
-            run_session(manager, local, name, f"r-{name}")
-        if not options.by_forecast:
-            expect(manager, "r-a", SOON)
-            expect(manager, "r-b", NEVER)
-        assert manager.allocate(4)
-        assert matched(manager, [1, 2, 3, 4], [11, 12, 13, 14]) == [0, 4]
+    assert manager.allocate(4, "new")
+    assert matched(manager, [1, 2, 3, 4], [11, 12, 13, 14]) == [0, 4]
+    assert removals(manager) == [(4, "evicted", "new")]
+    assert manager.retention.state(0, manager.now).evicted == {"recency": 4, "claim": 0}

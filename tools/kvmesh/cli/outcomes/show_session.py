@@ -25,7 +25,7 @@ from kvmesh.cli.returns import learned_returns
 from kvmesh.cli.units import literal, literal_lines
 from kvmesh.frontend.namespaces import own_name
 from kvmesh.observer.cache_text import lost_for
-from kvmesh.observer.decision_text import moved, time_text, told_text
+from kvmesh.observer.decision_text import forecast_text, moved, time_text
 from kvmesh.observer.pauses import UNKNOWN, pauses_after, wait_text
 from kvmesh.observer.returns import (
     WITHIN,
@@ -99,17 +99,17 @@ def render(
     counts = ("prompt", "reused", "lost", "new", "first token")
     within = [f"in {bound}" for bound in WITHIN]
     returns = ("returns after", *within, "half in")
-    told, waits = "worker was told", "then waits for"
+    forecast, waits = "forecast", "then waits for"
     table = FittedTable(
         columns(
             *("request", *(["conversation"] if several else []), "ended", *counts),
-            *("worker", "lost for", waits, *returns, told),
+            *("worker", "lost for", waits, *returns, forecast),
             numbers=(*counts, *returns),
             hide=(
-                *(told, *reversed(within), "half in", "new", "returns after", waits, "worker"),
+                *(forecast, *reversed(within), "half in", "new", "returns after", waits, "worker"),
                 *("ended", "first token", "conversation", "reused", "prompt"),
             ),
-            wraps=("lost for", waits, told),
+            wraps=("lost for", waits, forecast),
         )
     )
     for outcome, pause in zip(shown, pauses_after(shown), strict=True):
@@ -136,8 +136,8 @@ def _expected(following: Decision) -> list[str | Text]:
     expected = following.expected
     if expected is None:
         return [UNKNOWN] * (len(WITHIN) + 2)
-    told = told_text(expected, moved(expected, following))
-    return [*_shares(expected_rates(expected)), literal(told)]
+    by = forecast_text(expected, moved(expected, following))
+    return [*_shares(expected_rates(expected)), literal(by)]
 
 
 def _learned_now(outcome: Outcome, classes: Sequence[ReturnClass]) -> list[str | Text]:

@@ -1,11 +1,14 @@
-"""Flags of Dynamo, vLLM and SGLang, and what does the same here: for errors about them."""
+"""Flags of Dynamo, vLLM, SGLang and former releases, and what is so here: for errors about them."""
 
 from collections.abc import Collection, Iterable
 
 from kvmesh.settings import OptionKey, options
+from kvmesh.settings.load import REMOVED
 
 # An option here, or an explanation where there is none.
 FOREIGN: dict[str, OptionKey | str] = {
+    **{f"--{'-'.join(key)}": told for key, told in REMOVED.items()},
+    **{f"--{key}": told for (_, key), told in REMOVED.items()},
     # Dynamo's frontend and router
     "--router-mode": ("router", "policy"),
     "--kv-overlap-score-weight": ("router", "prefill_weight"),

@@ -9,14 +9,13 @@ from kvmesh.bus.messages.kv_events import (
     EXPIRED,
     RELEASED,
     SUPERSEDED,
-    UNLIKELY,
     WORKER_GONE,
 )
 from kvmesh.dashboard.state.pins import PinRow
 from kvmesh.observer.activity import Activity
 from kvmesh.observer.columns import RowColumn, RowView, count_text, named_text, share_text
 
-_LOST = (EVICTED, UNLIKELY, EXPIRED, CLIPPED, RELEASED, SUPERSEDED, CLEARED, WORKER_GONE)
+_LOST = (EVICTED, EXPIRED, CLIPPED, RELEASED, SUPERSEDED, CLEARED, WORKER_GONE)
 ELSEWHERE = "elsewhere"
 
 
@@ -31,7 +30,6 @@ class TenantRow:
         lost = dict(activity.lost_by_reason) if activity else {}
         self.lost_tokens = sum(lost.values())
         self.evicted = lost.pop(EVICTED, 0)
-        self.unlikely = lost.pop(UNLIKELY, 0)
         self.expired = lost.pop(EXPIRED, 0)
         self.clipped = lost.pop(CLIPPED, 0)
         self.released = lost.pop(RELEASED, 0)

@@ -129,7 +129,7 @@ class SimulatedNode:
             version="simulated",
             started=0.0,
             node=self.node,
-            expects_returns=self.manager.returns.by_forecast,
+            expects_returns=self.manager.returns.enabled,
             store=NodeStore(
                 directory="",
                 tier_bytes=sizes,

@@ -17,9 +17,8 @@ PEER_LEASE_S = 10.0
 class KvbmConfig:
     """Capacities in bytes by tier, times in seconds; `tenant_share` of a tier bounds a tenant.
 
-    `remote` enables the remote tier; with `shares`, this node offloads to a remote store. Eviction
-    follows forecasts of returns, or `by_forecast` is false; with `restores`, so do loads ahead of
-    them.
+    `remote` enables the remote tier; with `shares`, this node offloads to a remote store. With
+    `restores`, blocks are loaded ahead of forecast returns.
     """
 
     capacities: Mapping[int, int]
@@ -30,9 +29,13 @@ class KvbmConfig:
     remote_frequency: float = 2.0
     patience_s: float = 30.0
     max_moves: int = 32
-    by_forecast: bool = True
     restores: bool = True
     defaults: Mapping[str, RetentionWish] = field(default_factory=lambda: DEFAULTS)
+
+    @property
+    def expects_returns(self) -> bool:
+        """True if forecasts of returns matter: blocks may be restored from a lower tier."""
+        return self.restores and (DISK in self.capacities or self.remote is not None)
 
 
 def manager_config(settings: KvbmSettings) -> KvbmConfig:
@@ -48,7 +51,6 @@ def manager_config(settings: KvbmSettings) -> KvbmConfig:
         shares=shares,
         remote_frequency=settings.remote_frequency,
         patience_s=settings.compute_patience_s,
-        by_forecast=settings.eviction == "forecast",
         restores=settings.restore == "auto",
         defaults=parse_defaults(settings.retention),
     )

@@ -80,14 +80,14 @@ class Manager:
         self.claims = Claims(config.patience_s)
         self.peer_claims = PeerClaims()
         self.in_progress = BlocksInProgress(config.patience_s, self.claims.end)
-        self.returns = NodeReturns(self.store, config.by_forecast)
+        self.returns = NodeReturns(self.store, config.expects_returns)
         self.retention = TierRetention(self.store, config.defaults, self.returns)
         self.write_through = OfferedBlocks(self.store, self.retention, self.returns)
         announcer = ComputeAnnouncer(
             self.store, self.in_progress, self.claims, self.peer_claims, instance
         )
         self.onboarding = Onboarding(self.store, self.in_progress, announcer)
-        self.restoring = Restoring(self.store, self.returns, config.restores)
+        self.restoring = Restoring(self.store, self.returns)
         frequencies = {DISK: config.disk_frequency, REMOTE: config.remote_frequency}
         self.offloads = {
             tier: Offload(
@@ -303,7 +303,7 @@ class Manager:
         return self.retention.unpin(name)
 
     def expect_returns(self, forecasts: Iterable[ReturnForecast], now: float) -> None:
-        """Order eviction by forecasts, with `since` on the caller's clock."""
+        """Take forecasts, with `since` on the caller's clock."""
         self.store.begin(now)
         self._consider_offload(self.returns.expect(forecasts))
         self._advance(())
@@ -350,7 +350,6 @@ class Manager:
         self._consider_offload(self.returns.apply_due())
         self._advance(self.in_progress.expire(now))
         self.onboarding.expire()
-        self.returns.savings.restores = self.restoring.mode is not None
         self.store.restored.review()
         if not self.closing:
             self.restoring.check()

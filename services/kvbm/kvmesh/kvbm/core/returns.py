@@ -4,7 +4,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from kvmesh.bus.messages import ReturnForecast
-from kvmesh.kvbm.core.blocks.block import ARENA, Block, Copy
+from kvmesh.kvbm.core.blocks.block import ARENA, Block
 from kvmesh.kvbm.core.blocks.prompt_blocks import Digests, PromptBlocks
 from kvmesh.kvbm.core.blocks.savings import Savings
 from kvmesh.kvbm.core.blocks.store import Store
@@ -14,8 +14,6 @@ from kvmesh.retention.awaited_prompts import (
     AwaitedPrompts,
     with_expectation,
 )
-from kvmesh.retention.return_value import TypicalReturn
-from kvmesh.retention.valued_keys import Expected, ReturnOrder
 
 MAX_BLOCKS = 1 << 21  # of all awaited prompts, 16 bytes each
 MOST_APPLIED = 2048  # blocks at once, 20 ms: forecasts of long prompts must not stop the node
@@ -23,23 +21,22 @@ LEAD = 0
 
 
 class NodeReturns:
-    """Orders eviction in the tiers of a node by forecasts, once there are any.
+    """Notes what is expected of the blocks of a node, for restores and writes to lower tiers.
 
-    They are applied to at most MOST_APPLIED blocks at once, those of the first prompt first.
-    Without `by_forecast`, recency orders it whatever is forecast.
+    Forecasts are applied to at most MOST_APPLIED blocks at once, those of the first prompt first.
+    Unless it is `enabled`, nothing is expected. `has_forecasts` once there are any.
     """
 
-    def __init__(self, store: Store, by_forecast: bool) -> None:
-        self.by_forecast = by_forecast
+    def __init__(self, store: Store, enabled: bool) -> None:
+        self.enabled = enabled
+        self.has_forecasts = False
         self.savings = Savings(store)
         self._store = store
-        self._typical = TypicalReturn()
         self._awaited: defaultdict[int, AwaitedPrompts[Digests]] = defaultdict(
-            lambda: AwaitedPrompts(self._typical, MAX_PROMPTS, MAX_BLOCKS)
+            lambda: AwaitedPrompts(MAX_PROMPTS, MAX_BLOCKS)
         )  # by part
-        self._awaited[LEAD] = AwaitedPrompts(self._typical, MAX_PROMPTS, MAX_BLOCKS)
+        self._awaited[LEAD] = AwaitedPrompts(MAX_PROMPTS, MAX_BLOCKS)
         self._due: OrderedDict[int, tuple[AwaitedPrompt[Digests], int]] = OrderedDict()
-        self.ordered = False
 
     @property
     def forecasts(self) -> Counter[str]:
@@ -53,7 +50,7 @@ class NodeReturns:
 
     def on_prompt(self, prompt: PromptBlocks, given_up: Iterable[Sequence[bytes]]) -> None:
         """Note the prompt of a request so far, and earlier ones that its session gives up."""
-        if not self.by_forecast or not len(prompt) or prompt.request is None:
+        if not self.enabled or not len(prompt) or prompt.request is None:
             return
         digests, awaited = prompt.digests, self._awaited[prompt.space.layout.part]
         awaited.on_prompt(prompt.session, [digests, *given_up], prompt.request)
@@ -65,7 +62,7 @@ class NodeReturns:
 
     def on_staged(self, prompt: PromptBlocks, blocks: Iterable[Block]) -> None:
         """Expect of new blocks of a request's prompt what is expected of the prompt."""
-        if not self.by_forecast or prompt.request is None:
+        if not self.enabled or prompt.request is None:
             return
         expectation = self._awaited[prompt.space.layout.part].expectation(prompt.request)
         if expectation is not None:
@@ -91,13 +88,9 @@ class NodeReturns:
 
     def expect(self, forecasts: Iterable[ReturnForecast]) -> list[Block]:
         """Take forecasts, with `since` on the caller's clock, and apply some, as `apply_due`."""
-        if not self.by_forecast:
+        if not self.enabled:
             return []
-        if not self.ordered:
-            self.ordered = True
-            order = ReturnOrder(self._typical, _expected, _last_use, self.savings.of_copy)
-            for tier in self._store.tiers.values():
-                tier.order_by_returns(order)
+        self.has_forecasts = True
         for forecast in forecasts:
             for awaited in self._awaited.values():
                 prompt = awaited.expect(forecast)
@@ -134,19 +127,8 @@ class NodeReturns:
         blocks = list(filter(None, map(store.blocks.get, digests)))
         for block in blocks:
             block.expected = with_expectation(block.expected, expectation, store.now)
-            for number, copy in block.copies.items():
-                if number in store.tiers:
-                    store.tiers[number].reconsider(copy)
         return [block for block in blocks if block.registered(ARENA)]
 
 
 def _value(valued: tuple[float, Digests]) -> float:
     return valued[0]
-
-
-def _expected(copy: Copy) -> Expected:
-    return copy.block.expected
-
-
-def _last_use(copy: Copy) -> float:
-    return copy.block.used

@@ -12,7 +12,6 @@ from kvmesh.bus.messages import (
     RouteEvent,
     ToolEvent,
 )
-from kvmesh.learning.learner import Learner
 from kvmesh.returns.forecaster import ReturnForecaster
 from kvmesh.router.state.rank_speeds import RankSpeeds
 from kvmesh.router.state.rank_table import RankTable
@@ -60,11 +59,8 @@ class RouterLearning:
 
     def reports(self, model: str) -> Iterator[LearnerReport]:
         """The reports of everything that learns in this router."""
-        learners: list[Learner] = [self.returns] if self.returns is not None else []
         if self._learns_speeds:
-            learners.append(self._speed_trial)
-        for learner in learners:
-            yield from learner.report(model)
+            yield from self._speed_trial.report(model)
 
     def with_expected_return(self, decision: Decision) -> Decision:
         """The decision with the return that was expected of the prompt that it continues."""
@@ -72,21 +68,16 @@ class RouterLearning:
         return decision if expected is None else replace(decision, expected=expected)
 
     def take_forecasts(self, time: float) -> dict[str, list[ReturnForecast]]:
-        """The forecasts of returns to send, by the instance that expects them.
-
-        That is the worker that computed the prompt, and the kvbm of its node.
-        """
+        """The forecasts of returns to send, by the kvbm of the worker's node that expects them."""
         found: dict[str, list[ReturnForecast]] = {}
         if self.returns is None:
             return found
-        self.returns.set_capacity(int(self._table.memory))
         cards = self._table.cards
         for instance, forecast in self.returns.take_forecasts(time):
             if instance in cards:
-                card = cards[instance]
-                for each in (card, *self._table.nodes.cards_of(card.node)):
-                    if each.expects_returns:
-                        found.setdefault(each.instance, []).append(forecast)
+                for kvbm in self._table.nodes.cards_of(cards[instance].node):
+                    if kvbm.expects_returns:
+                        found.setdefault(kvbm.instance, []).append(forecast)
         return found
 
 

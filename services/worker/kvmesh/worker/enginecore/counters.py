@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-BY_FORECAST, BY_RECENCY, BY_CLAIM = EVICTION_ORDERS = "forecast", "recency", "claim"
+BY_RECENCY, BY_CLAIM = EVICTION_ORDERS = "recency", "claim"
 RECENT = 0.05  # weight of one step in the moving mean
 
 
@@ -43,8 +43,7 @@ class RetentionState:
     """Retention on one rank now; `outcomes` counts explicit directives since the start.
 
     `charged_blocks` are charged to the budgets of tenants. Since the start, `evicted` counts
-    evicted blocks by what ordered them, `forecasts` the forecasts by what came of them, and
-    `returns` the prompts with a forecast that returned, by what had become of their blocks.
+    evicted blocks by what ordered them.
     """
 
     rank: int
@@ -53,8 +52,6 @@ class RetentionState:
     charged_blocks: int
     outcomes: dict[str, int]
     evicted: dict[str, int] = field(default_factory=dict)
-    forecasts: dict[str, int] = field(default_factory=dict)
-    returns: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 from kvmesh.retention.claims import BlockRetention
-from kvmesh.retention.return_value import Expectation
 
 
 class BlockRun:
@@ -19,15 +18,12 @@ class BlockRun:
     by the first hash of each. `salt` and `tenant` are meaningful only without a `parent`.
     `retention` is None if nothing is requested for the run; unused blocks are `doubtful` if the
     session that used them may have left them; `lapsed` is EXPIRED or CLIPPED if the
-    retention requested at its last use has expired or was refused. `used` is the time of its last
-    use in seconds, and `expected` what is expected of the prompts that it is part of. A run of no
-    blocks has been evicted.
+    retention requested at its last use has expired or was refused.
     """
 
     __slots__ = (
         "children",
         "doubtful",
-        "expected",
         "hashes",
         "lapsed",
         "local_hashes",
@@ -36,7 +32,6 @@ class BlockRun:
         "retention",
         "salt",
         "tenant",
-        "used",
     )
 
     def __init__(
@@ -56,8 +51,6 @@ class BlockRun:
         self.retention: BlockRetention | None = None
         self.doubtful = False
         self.lapsed: str | None = None
-        self.used = 0.0
-        self.expected: tuple[Expectation, ...] = ()
         self.children: dict[int, BlockRun] = {}
 
     def __len__(self) -> int:
@@ -157,7 +150,6 @@ class RadixTree:
         upper.refs = run.refs
         upper.retention = run.retention.copy() if run.retention is not None else None
         upper.doubtful, upper.lapsed = run.doubtful, run.lapsed
-        upper.used, upper.expected = run.used, run.expected
         del run.hashes[:at]
         del run.local_hashes[:at]
         run.parent = upper

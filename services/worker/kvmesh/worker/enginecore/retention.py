@@ -17,12 +17,9 @@ from kvmesh.bus.messages import (
     EXPIRED,
     RELEASED,
     SUPERSEDED,
-    UNLIKELY,
     Pin,
-    ReturnForecast,
     owner,
 )
-from kvmesh.retention.awaited_prompts import AwaitedPrompt
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.retention.claims import (
     DEFAULT_LEVEL,
@@ -41,7 +38,6 @@ from kvmesh.retention.session_blocks import PromptTail, SessionBlocks
 from kvmesh.retention.token_ranges import RetentionSegment
 from kvmesh.worker.enginecore.counters import (
     BY_CLAIM,
-    BY_FORECAST,
     BY_RECENCY,
     EVICTION_ORDERS,
     RetentionState,
@@ -49,7 +45,6 @@ from kvmesh.worker.enginecore.counters import (
 from kvmesh.worker.enginecore.radix_tree import BlockRun, RadixTree
 from kvmesh.worker.enginecore.retention_options import RetentionOptions
 from kvmesh.worker.enginecore.retention_request import NO_RETENTION, RetentionRequest
-from kvmesh.worker.enginecore.run_returns import RunReturns, end_use, on_evicted
 
 log = logging.getLogger(__name__)
 PINNED = RetentionWish(MAX_LEVEL)
@@ -83,7 +78,6 @@ class RetentionManager:
         )
         self._pins: PinTable[int] = PinTable()
         self._has_claims = False
-        self._returns = RunReturns(self.evictable) if options.by_forecast else None
         self._evicted = dict.fromkeys(EVICTION_ORDERS, 0)
 
     def state(self, rank: int, now: float) -> RetentionState:
@@ -97,8 +91,6 @@ class RetentionManager:
             charged_blocks=sum(self.budget.charged.values()),
             outcomes={str(outcome): count for outcome, count in counts.items()},
             evicted=dict(self._evicted),
-            forecasts=dict(self._returns.forecasts) if self._returns is not None else {},
-            returns=dict(self._returns.returns) if self._returns is not None else {},
         )
 
     def eviction_rank(self, run: BlockRun, now: float) -> EvictionRank:
@@ -118,7 +110,6 @@ class RetentionManager:
         if run.retention is not None:
             run.retention.renew(now)
         if not run.refs:
-            end_use(run, now)
             self.evictable.add(run, self.eviction_rank(run, now))
 
     def evict(self, count: int, now: float) -> None:
@@ -126,16 +117,11 @@ class RetentionManager:
         while count > 0:
             run = self.evictable.next_victim(now)
             part, reason = min(count, len(run.hashes)), run.lapsed or EVICTED
-            if self.evictable.is_valued(run):
-                self._evicted[BY_FORECAST] += part
-                reason = run.lapsed or UNLIKELY
-            elif run.doubtful and self.evictable.eviction_rank(run) == DOUBTFUL:
+            if run.doubtful and self.evictable.eviction_rank(run) == DOUBTFUL:
                 self._evicted[BY_CLAIM] += part
                 reason = SUPERSEDED
             else:
                 self._evicted[BY_CLAIM if run.retention is not None else BY_RECENCY] += part
-            if run.expected:
-                on_evicted(run, part)
             if run.retention is not None:
                 self.budget.on_evicted(run.retention, part, now)
             if part == len(run.hashes):
@@ -182,10 +168,7 @@ class RetentionManager:
             self._raise_run(run, wish, payer, now)
 
     def record_prompt(self, request: RetentionRequest, prompt: "array[int]", now: float) -> None:
-        """Record a session's newest prompt: what it leaves goes first, or is dropped if confirmed.
-
-        A prompt that is computed ahead of its request is no return.
-        """
+        """Record a session's newest prompt: what it leaves goes first, or is dropped."""
         if request.session is None:
             return
         changes = self._sessions.record(
@@ -196,9 +179,6 @@ class RetentionManager:
             request.tentative,
             ahead=request.ahead,
         )
-        if self._returns is not None and not request.ahead:
-            prompts = [prompt, *(tail.prompt for tail in changes.doubted)]
-            self._returns.on_prompt(request.session, prompts)
         for tail in changes.restored:
             self._doubt_tail(tail, False, now)
         for tail in changes.doubted:
@@ -262,34 +242,7 @@ class RetentionManager:
 
     def release(self, sessions: Sequence[str]) -> int:
         """Forget sessions and drop blocks that only they used; return the number of blocks."""
-        if self._returns is not None:
-            self._returns.release(sessions)
         return sum([self._drop_released(tail) for tail in self._sessions.release(sessions)])
-
-    # returns
-
-    def end_request(
-        self,
-        request: str,
-        session: str | None,
-        held: "array[int]",
-        now: float,
-        ahead: bool = False,
-        conversation: int = 0,
-    ) -> None:
-        """Note the end of a request with the locked full blocks `held`, at least one.
-
-        `ahead`: its prompt was computed ahead of the conversation's next request.
-        """
-        run = self._tree.run_ending_at(held[-1])
-        if self._returns is not None and run is not None:
-            prompt = AwaitedPrompt(request, session, len(held), held[-1], run, conversation)
-            self._returns.end_prompt(prompt, now, ahead)
-
-    def expect_returns(self, forecasts: Iterable[ReturnForecast], now: float) -> None:
-        """Order eviction by forecasts, with `since` on the engine's clock."""
-        if self._returns is not None:
-            self._returns.expect(forecasts, now)
 
     def clear(self, salt: int | None, tenant: str = "") -> int:
         """Drop unused blocks, pinned or not, of all or one namespace; return their number."""

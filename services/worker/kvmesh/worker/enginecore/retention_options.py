@@ -14,12 +14,10 @@ class RetentionOptions:
     `defaults` are the claims for each kind of token without an explicit directive. Sessions without
     a request for `session_idle_s` seconds are forgotten, as are claims without an end on blocks
     unused for as long. The oldest sessions are forgotten when all recorded prompts have more than
-    `session_blocks` hashes per block of the rank. Unclaimed blocks are evicted by forecasts of
-    their return if `by_forecast`, else by recency.
+    `session_blocks` hashes per block of the rank.
     """
 
     budget: float = 0.5
     session_idle_s: float = 3600.0
     session_blocks: int = 64
     defaults: Mapping[str, RetentionWish] = field(default_factory=lambda: DEFAULTS)
-    by_forecast: bool = True

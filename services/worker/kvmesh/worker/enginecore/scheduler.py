@@ -3,7 +3,6 @@
 import heapq
 import logging
 import secrets
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
@@ -186,8 +185,6 @@ class Scheduler:
         outcome = self._claim_output(sequence) if ends else None
         self.backward.end(sequence)
         held = sequence.sequence_hashes[: sequence.full_blocks]
-        if held and state is SequenceState.ENDED:
-            self._note_end(sequence, held)
         self.blocks.free_private(sequence.private_blocks)
         self.blocks.unlock(held, priority)
         sequence.private_blocks = sequence.full_blocks = sequence.free_slots = sequence.computed = 0
@@ -333,13 +330,6 @@ class Scheduler:
         held = sequence.sequence_hashes[: sequence.full_blocks]
         return self.blocks.retention.finish_request(
             held, claims, self.blocks.now, sequence.claimed_blocks
-        )
-
-    def _note_end(self, sequence: Sequence, held: "array[int]") -> None:
-        request = sequence.request
-        claims = request.retention or NO_RETENTION
-        self.blocks.retention.end_request(
-            request.id, claims.session, held, self.blocks.now, claims.ahead, claims.conversation
         )
 
     def end_loading(self, sequence: Sequence, now: float) -> None:

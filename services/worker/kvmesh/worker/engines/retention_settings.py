@@ -16,5 +16,4 @@ def retention_options(worker: WorkerSettings) -> RetentionOptions:
         budget=worker.tenant_share,
         session_idle_s=worker.session_idle_s,
         defaults=defaults,
-        by_forecast=worker.eviction == "forecast",
     )

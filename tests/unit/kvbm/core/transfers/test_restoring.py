@@ -70,10 +70,7 @@ def test_a_node_without_lower_tiers_restores_nothing() -> None:
 def test_restored_blocks_that_are_evicted_unread_are_lost() -> None:
     node = lowered()
     node.tick()
-    node.expect("a", NEVER)
-    node.expect("b", OFTEN)
-    node.expect("c", OFTEN)
-    node.put("next", prompt(4, 9))
+    node.put("next", prompt(8, 9))
     use = node.manager.store.restored
     assert (use.of("").unread, use.read_bytes, use.lost_bytes) == (0, 0, 4 * BLOCK_BYTES)
 
@@ -135,8 +132,8 @@ def test_after_losses_one_batch_a_minute_shows_whether_it_pays_now() -> None:
     assert node.manager.restoring.mode == "off"
     assert node.tick() == 4
     node.put("d", prompt(8, 4))
-    node.expect("d", NEVER)
-    node.expect("b", OFTEN)
+    for name, rates in (("a", NEVER), ("b", OFTEN), ("c", NEVER), ("d", NEVER)):
+        node.expect(name, rates)
     assert node.held(B) == 0
     assert node.tick(RETRY_S / 2) == 0
     assert node.tick(RETRY_S) == 4

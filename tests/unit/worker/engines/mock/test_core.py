@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.bus.messages import Cleared, KvEvent, Removed, ReturnForecast
+from kvmesh.bus.messages import Cleared, KvEvent, Removed
 from kvmesh.hashing import block_hashes
-from kvmesh.returns.rates import BINS, pack_rates
 from kvmesh.step_times.interface import DecodeLoad
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.enginecore.sequence import Request, SequenceState, hash_prompt
@@ -238,25 +237,6 @@ def test_clear_drops_unused_blocks_only() -> None:
     assert core.blocks.clear() == 4
     assert core.blocks.cached == 0
     assert core.blocks.active == 4
-
-
-def test_forecasts_concern_a_prompt_and_its_answer() -> None:
-    core = MockCore(SMALL)
-    done = run(core, request("soon", range(20), target=17), request("never", range(100, 120)))
-    done.finish()
-    rates = {"soon": [1.0] * BINS, "never": [0.0] * BINS}
-    core.expect_returns(
-        [ReturnForecast(name, 0, core.blocks.now, pack_rates(rates[name])) for name in rates]
-    )
-    assert len(done.held) == 9 + 5
-    assert core.blocks.allocate(32 - 9)
-    core.blocks.free_private(32 - 9)
-    soon, never = ([*range(20), *range(1000, 1016)], range(100, 120))
-    held = [
-        core.blocks.match_prefix(array("Q", request("", p).sequence_hashes)) for p in (soon, never)
-    ]
-    assert [match.matched for match in held] == [9, 0]
-    assert core.blocks.retention.state(0, 0.0).forecasts["applied"] == 2
 
 
 def test_the_default_polynomial_and_the_speedup() -> None:

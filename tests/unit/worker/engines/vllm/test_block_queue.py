@@ -8,11 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.retention.awaited_prompts import with_expectation
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.retention.claims import RetentionWish
-from kvmesh.retention.return_value import Expectation
-from kvmesh.returns.value import values_by_age
 from kvmesh.worker.engines.vllm.retention.block_queue import RetainingBlockQueue
 from kvmesh.worker.engines.vllm.retention.block_runs import RetainedRuns
 
@@ -241,105 +238,6 @@ def test_blocks_are_taken_by_level_and_the_counts_stay_exact(steps: list[Step]) 
         assert {b.block_id for b in pool.queue.get_all_free_blocks()} == set(free)
         assert pool.runs.retained == sum(run is not None for run in pool.runs.by_block)
         assert sum(pool.budget.charged.values()) == sum(value > 35 for value in known.values())
-
-
-def expect(pool: Pool, rates: list[float], *numbers: int) -> Expectation:
-    """Expect the return of blocks."""
-    pool.runs.typical.learn(rates)
-    expectation = Expectation(pool.now, values_by_age(rates))
-    for start, stop, run in list(pool.runs.segments(numbers)):
-        part = numbers[start:stop]
-        pool.runs.expect(pool.runs.isolate(part, run, ""), part, expectation, pool.now)
-    return expectation
-
-
-def test_blocks_go_by_value_and_those_without_a_forecast_by_their_age(pool: Pool) -> None:
-    pool.take(BLOCKS)
-    pool.claim(LOW, 0)
-    pool.claim(HIGH, 1)
-    pool.free(5, 4, 3, 2, 1, 0)
-    expect(pool, [1.0] * 16, 2, 3)
-    expect(pool, [0.0] * 16, 4, 5)
-    pool.now = 100.0
-    pool.free(*range(6, BLOCKS))
-    assert pool.take(3) == [0, 5, 4]
-    assert pool.take(BLOCKS - 5) == [*range(6, BLOCKS), 3]
-    assert pool.take(2) == [2, 1]
-    assert pool.runs.evictions == {"forecast": 4, "recency": 2 * BLOCKS - 6, "claim": 2}
-    assert not pool.runs.retained
-
-
-def test_an_expectation_that_is_over_leaves_the_blocks_by_recency(pool: Pool) -> None:
-    pool.take(BLOCKS)
-    pool.free(*range(6))
-    expect(pool, [0.0] * 16, 3, 2, 1, 0).over = True
-    pool.use(0, 1, 2, 3)
-    pool.free(3, 2, 1, 0)
-    assert pool.runs.retained == 0
-    assert pool.take(6) == [4, 5, 3, 2, 1, 0]
-
-
-ValueStep = tuple[str, int, int, float]
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["take", "free", "use", "expect", "over", "wait"]),
-            st.integers(0, BLOCKS - 1),
-            st.integers(1, 6),
-            st.sampled_from([0.0, 0.01, 0.5, 3.0]),
-        ),
-        max_size=60,
-    )
-)
-def test_blocks_are_taken_by_value(steps: list[ValueStep]) -> None:
-    """Against the values of all free blocks, computed anew for each block that is taken."""
-    pool, expected = Pool(), dict[int, list[Expectation]]()
-    free: OrderedDict[int, float] = OrderedDict.fromkeys(range(BLOCKS), 0.0)
-
-    def value(number: int) -> float:
-        if number in expected:
-            return sum(one.at(pool.now)[0] for one in expected[number])
-        return pool.runs.typical.value(pool.now - free[number])
-
-    for action, number, count, rate in steps:
-        pool.now += 1.0
-        some = [(number + i) % BLOCKS for i in range(count)]
-        used = [n for n in some if n not in free]
-        if action == "take":
-            for _ in range(min(count, len(free))):
-                lowest = min(map(value, free))
-                (taken,) = pool.take(1)
-                assert value(taken) == pytest.approx(lowest)
-                expected.pop(taken, None)
-                del free[taken]
-        elif action == "free":
-            pool.free(*used)
-            for n in used:
-                free[n] = pool.now
-                expected[n] = [one for one in expected.get(n, []) if not one.over]
-                if not expected[n]:
-                    del expected[n]
-        elif action == "use":
-            there = [n for n in some if n in free]
-            pool.use(*there)
-            for n in there:
-                del free[n]
-        elif action == "expect":
-            fading = [rate * 2.0**-k for k in range(16)]
-            one = expect(pool, fading, *some)
-            expected |= {
-                n: list(with_expectation(expected.get(n, ()), one, pool.now)) for n in some
-            }
-        elif action == "over" and used and used[0] in expected:
-            for one in expected[used[0]]:
-                if not any(one in expected.get(n, ()) for n in free):
-                    one.over = True
-        assert pool.queue.num_free_blocks == len(free)
-        assert {b.block_id for b in pool.queue.get_all_free_blocks()} == set(free)
-        assert pool.runs.retained == sum(run is not None for run in pool.runs.by_block)
 
 
 def level(pool: Pool, number: int) -> int:

@@ -9,7 +9,7 @@ from kvmesh.bus.messages import Decision
 from kvmesh.dashboard.state.requests.seen import SeenRequest
 from kvmesh.observer.cache_text import lost_for
 from kvmesh.observer.columns import RowColumn, RowView, count_text, share_text
-from kvmesh.observer.decision_text import clock_text, moved, shares_text, time_text, told_text
+from kvmesh.observer.decision_text import clock_text, forecast_text, moved, shares_text, time_text
 from kvmesh.observer.pauses import pauses, wait_text
 from kvmesh.observer.prefetch_uses import base_id
 from kvmesh.observer.returns import expected_rates
@@ -54,7 +54,7 @@ class EndedRow(NamedTuple):
 class TurnRow(NamedTuple):
     """A turn of a session; one that runs has no account yet. `pause_s` follows it.
 
-    `expected` and `told` say what routers expected of that pause, and told the worker.
+    `expected` says what routers expected of that pause, by the `forecast`.
     """
 
     request: str
@@ -72,7 +72,7 @@ class TurnRow(NamedTuple):
     waits_for: str
     pause_s: float | None
     expected: str
-    told: str
+    forecast: str
 
 
 def running_rows(requests: Iterable[SeenRequest], now: float) -> list[RunningRow]:
@@ -159,11 +159,13 @@ def _turn_row(seen: SeenRequest, pause_s: float | None, following: Decision | No
 
 
 def _expected(following: Decision | None) -> tuple[str, str]:
-    """The expected return of a turn, by the decision about the next one; what was told of it."""
+    """The expected return of a turn, by the decision about the next one; what it goes by."""
     if following is None or following.expected is None:
         return "", ""
     expected = following.expected
-    return shares_text(expected_rates(expected)), told_text(expected, moved(expected, following))
+    return shares_text(expected_rates(expected)), forecast_text(
+        expected, moved(expected, following)
+    )
 
 
 def _share(tokens: int | None, total: int) -> float | None:
@@ -232,7 +234,7 @@ TURNS = RowView(
         RowColumn("waits_for", "then waits for", number=False),
         RowColumn("pause_s", "returns after", _span),
         RowColumn("expected", "expected", number=False, wraps=True),
-        RowColumn("told", "worker was told", number=False, wraps=True),
+        RowColumn("forecast", "forecast", number=False, wraps=True),
     ),
     "turn",
     True,

@@ -55,7 +55,6 @@ from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.frontend.sessions.hooks import SessionHooks
 from kvmesh.frontend.sessions.last_prompts import LastPrompts
 from kvmesh.frontend.sessions.speculation_gate import SpeculationGate
-from kvmesh.learning.learner import Learner
 from kvmesh.runtime.service import Service
 
 MAX_LEARNERS = 256  # of a report
@@ -144,10 +143,8 @@ class CacheApi:
 
     def learned(self) -> Iterator[LearnerReport]:
         """The reports of everything that learns in this frontend."""
-        learners: tuple[Learner, ...] = (self._gate,)
         for model in sorted(self._gate.models):
-            for learner in learners:
-                yield from learner.report(model)
+            yield from self._gate.report(model)
 
     def _learned(self, question: ShowLearned) -> LearnedReport:
         return LearnedReport(list(islice(self.learned(), MAX_LEARNERS)))

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from kvmesh.bus.messages import EVICTED, KvLayout
 from kvmesh.kvbm.core.blocks.slab_allocator import slot_bytes
+from kvmesh.retention.awaited_prompts import Expectation
 from kvmesh.retention.claims import BlockRetention
-from kvmesh.retention.return_value import Expectation
 
 ARENA, DISK, REMOTE = 1, 2, 3
 TIERS = (ARENA, DISK, REMOTE)

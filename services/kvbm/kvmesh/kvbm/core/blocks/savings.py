@@ -1,26 +1,22 @@
 """Seconds of GPU that a copy of a block saves at each return of its prompt."""
 
-from kvmesh.kvbm.core.blocks.block import ARENA, Block, Copy, Space
+from kvmesh.kvbm.core.blocks.block import ARENA, Block, Space
 from kvmesh.kvbm.core.blocks.load_cost import EngineSpeed
 from kvmesh.kvbm.core.blocks.store import Store
 from kvmesh.retention.awaited_prompts import chance_of_return
 
 UNKNOWN_TPS = 10_000.0
 UNKNOWN_SHARE = 0.5  # of computing a block: what loading it over a path of unknown speed takes
-LEAST_SHARE = 1 / 16  # so that the likelier return decides where loading costs as much or nothing
 
 
 class Savings:
     """Compares computing a block with loading it, by the speeds of engines and paths so far.
 
-    A copy in the arena saves the load from below if a lower tier has the block, else its
-    computation; a lower copy saves the time by which loading is faster than computing. While the
-    node `restores` blocks before returns, the load of an expected block costs no request time.
+    The load of an expected block that the node restores before its return costs no request time.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.restores = False
         self._compute_tps: dict[Space, float] = {}
 
     def record(self, space: Space, engine: EngineSpeed) -> None:
@@ -40,9 +36,7 @@ class Savings:
 
     def restored_ahead(self, block: Block) -> bool:
         """True if the block may be loaded ahead of the return that is expected of it."""
-        if not self.restores or not block.expected:
-            return False
-        return self._store.restored.of(block.tenant).ahead
+        return bool(block.expected) and self._store.restored.of(block.tenant).ahead
 
     def pays_below(self, block: Block, tier: int) -> bool:
         """True if a copy in a lower tier is expected to save more than writing it costs.
@@ -63,13 +57,10 @@ class Savings:
         delay_s = write_s * traffic[tier, ARENA].busy_share(now)
         return chance * saved > delay_s
 
-    def of_copy(self, copy: Copy) -> float:
-        """Seconds that each return of its prompt saves while a copy is held."""
-        block, space = copy.block, copy.block.space
-        compute_s = self.compute_s(space)
-        if copy.tier != ARENA:
-            saved = compute_s - self.load_s(space, copy.tier)
-        else:
-            below = [tier for tier in block.copies if block.registered(tier) and tier != ARENA]
-            saved = min((self.load_s(space, tier) for tier in below), default=compute_s)
-        return max(saved, LEAST_SHARE * compute_s)
+    def in_arena_s(self, block: Block) -> float:
+        """Seconds that a copy in the arena saves a return: its load from below or computation."""
+        below = [tier for tier in block.copies if block.registered(tier) and tier != ARENA]
+        return min(
+            (self.load_s(block.space, tier) for tier in below),
+            default=self.compute_s(block.space),
+        )

@@ -202,7 +202,6 @@ class Store:
         copy.inbound = False
         self._events.stored(copy.tier, copy.block)
         self._log_change(copy, True)
-        self._revalue_above(copy)
 
     def hold(self, *copies: Copy) -> None:
         for tier, same in groupby(copies, key=_tier_of):
@@ -275,18 +274,11 @@ class Store:
                 if len(self._lapsed) > self.remote.max_blocks:
                     self._lapsed.popitem(last=False)
         self._log_change(copy, False)
-        self._revalue_above(copy)
         if not block.copies and self.blocks.get(block.digest) is block:
             del self.blocks[block.digest]
             part = self._by_sequence_hash[block.space.layout.part]
             if part.get(block.sequence_hash) is block:
                 del part[block.sequence_hash]
-
-    def _revalue_above(self, copy: Copy) -> None:
-        """A copy in the arena is worth less while the block is in a lower tier, too."""
-        above = copy.block.copies.get(ARENA)
-        if above is not None and copy.tier != ARENA:
-            self.tiers[ARENA].reconsider(above)
 
     def _log_change(self, copy: Copy, added: bool) -> None:
         if copy.tier == ARENA:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
-from kvmesh.bus.messages import EVICTED, EXPIRED, SUPERSEDED, UNLIKELY, owner
+from kvmesh.bus.messages import EVICTED, EXPIRED, SUPERSEDED, owner
 from kvmesh.kvbm.core.blocks.block import EVICTION, Block, Copy, CopyState, DropCause
 from kvmesh.kvbm.core.blocks.slab_allocator import SlabAllocator
 from kvmesh.kvbm.core.errors import TooSmall
@@ -18,7 +18,6 @@ from kvmesh.retention.claims import (
     rank_of,
 )
 from kvmesh.retention.eviction_pool import EvictionPool
-from kvmesh.retention.valued_keys import ReturnOrder
 
 
 @dataclass(slots=True)
@@ -54,14 +53,12 @@ class Tier:
         self.copies: dict[int, Copy] = {}
         self.budget = RetentionBudget(int(capacity * tenant_share))
         self.evicted = 0
-        self.unlikely = 0  # of those evicted, the ones that a forecast chose
         self._operation = operation
         self._on_drop = on_drop
         self._by_digest: dict[bytes, Copy] = {}
         self._children: Counter[bytes] = Counter()
         self._fitting: dict[int, bool] = {}
         self._pools: dict[int, EvictionPool[Copy]] = {}
-        self._order: ReturnOrder[Copy] | None = None
 
     def check(self, size: int) -> None:
         """Raises TooSmall if the tier cannot have slots of `size` bytes."""
@@ -134,17 +131,6 @@ class Tier:
             else:
                 self._pool(copy).add(copy, self._rank(copy))
 
-    def order_by_returns(self, order: ReturnOrder[Copy]) -> None:
-        """Order copies without retention by their value from now on."""
-        self._order = order
-        for pool in self._pools.values():
-            pool.order_by_returns(order)
-
-    def reconsider(self, copy: Copy) -> None:
-        """Take account of a copy's new value."""
-        if self._order is not None and not copy.users and copy.state is not CopyState.DROPPED:
-            self._pool(copy).reconsider(copy)
-
     def touch(self, copies: Iterable[Copy]) -> None:
         """Record a use of these copies, in this order."""
         for slot_bytes, same in groupby(copies, key=_plain_slot_bytes):
@@ -196,8 +182,6 @@ class Tier:
         pool = self._pools.get(size)
         if pool is None:
             pool = self._pools[size] = EvictionPool(self._has_children, self._renew_rank)
-            if self._order is not None:
-                pool.order_by_returns(self._order)
         return pool
 
     def holds_child(self, digest: bytes) -> bool:
@@ -251,16 +235,14 @@ class Tier:
 
     # eviction
 
-    def least_value(self, size: int, now: float) -> float | None:
-        """The value of the copy that a new one of `size` bytes would displace.
+    def displaced(self, size: int) -> Copy | None:
+        """The copy that a new one of `size` bytes would displace.
 
         None if none may be evicted, or the first one has retention.
         """
         pool = self._pools.get(size)
         victim = self._first(pool) if pool is not None else None
-        if pool is None or victim is None or self._rank(victim) > UNCLAIMED:
-            return None
-        return pool.value(victim, now) if self._rank(victim) == UNCLAIMED else 0.0
+        return None if victim is None or self._rank(victim) > UNCLAIMED else victim
 
     def _evict_for(self, size: int, request: str | None) -> bool:
         victim = self._victim(self._pools.values())
@@ -282,10 +264,9 @@ class Tier:
         victim = min(candidates, key=self._precedence, default=None)
         return victim if victim is not None and self._is_evictable(victim) else None
 
-    def _precedence(self, copy: Copy) -> tuple[EvictionRank, float, int]:
+    def _precedence(self, copy: Copy) -> tuple[EvictionRank, int]:
         """Order of the first victims of several pools, of blocks of different sizes."""
-        value = self._pool(copy).value(copy, self._operation.now)
-        return self._rank(copy), value / copy.block.space.slot_bytes, copy.block.last_operation
+        return self._rank(copy), copy.block.last_operation
 
     def _first(self, pool: EvictionPool[Copy]) -> Copy | None:
         try:
@@ -310,9 +291,7 @@ class Tier:
         self.evicted += len(copies)
         for copy in copies:
             self._renew_rank(copy, self._operation.now)
-            chosen = self._pool(copy).is_valued(copy)
-            self.unlikely += chosen
-            reason = copy.lapsed or (UNLIKELY if chosen else EVICTED)
+            reason = copy.lapsed or EVICTED
             if copy.block.doubtful and self._rank(copy) == DOUBTFUL:
                 reason = SUPERSEDED
             cause = DropCause(reason, request)

@@ -23,22 +23,20 @@ class Restoring:
     restored blocks decides for that tenant whether more are.
     """
 
-    def __init__(self, store: Store, returns: NodeReturns, enabled: bool) -> None:
+    def __init__(self, store: Store, returns: NodeReturns) -> None:
         self._store = store
         self._returns = returns
-        self._enabled = enabled and returns.by_forecast
         self._next = 0.0
 
     @property
     def mode(self) -> RestoreMode | None:
         """The state of the measurement; None if nothing is ever restored."""
-        lower = DISK in self._store.tiers or self._store.remote is not None
-        return self._store.restored.mode if self._enabled and lower else None
+        return self._store.restored.mode if self._returns.enabled else None
 
     @property
     def due(self) -> bool:
         """True if a check may restore something."""
-        return self.mode is not None and self._returns.ordered
+        return self._returns.has_forecasts
 
     def check(self) -> None:
         """Start a batch if one is due; call often."""
@@ -97,10 +95,15 @@ class Restoring:
 
     def _pays(self, block: Block, source: Copy) -> bool:
         """True if the block is worth more in the arena than what it would displace."""
-        arena, now = self._store.tiers[ARENA], self._store.now
-        rate = sum(expectation.at(now)[0] for expectation in block.expected)
-        value = rate * self._returns.savings.load_s(block.space, source.tier)
+        arena, savings = self._store.tiers[ARENA], self._returns.savings
+        value = self._rate(block) * savings.load_s(block.space, source.tier)
         if arena.slots.used + block.space.slot_bytes <= arena.slots.capacity:
             return value > 0.0
-        least = arena.least_value(block.space.slot_bytes, now)
-        return least is not None and value > MARGIN * least
+        displaced = arena.displaced(block.space.slot_bytes)
+        if displaced is None:
+            return False
+        return value > MARGIN * self._rate(displaced.block) * savings.in_arena_s(displaced.block)
+
+    def _rate(self, block: Block) -> float:
+        """The returns per second that holding a block promises."""
+        return sum(expectation.value(self._store.now) for expectation in block.expected)

@@ -7,7 +7,7 @@ returned duration pass. A live worker and the simulator run the same code.
 import math
 from dataclasses import dataclass, field
 
-from kvmesh.bus.messages import Cleared, KvEvent, Load, ReturnForecast
+from kvmesh.bus.messages import Cleared, KvEvent, Load
 from kvmesh.step_times.interface import DecodeLoad, StepModel
 from kvmesh.worker.enginecore.block_manager import BlockManager
 from kvmesh.worker.enginecore.counters import EngineCounters
@@ -141,10 +141,6 @@ class MockCore:
         known = self.scheduler.abort(request)
         self.counters.aborted += known
         return known
-
-    def expect_returns(self, forecasts: list[ReturnForecast]) -> None:
-        """Order eviction by forecasts, with `since` on the clock of `step`."""
-        self.blocks.retention.expect_returns(forecasts, self.blocks.now)
 
     def step(self, now: float, horizon: float = 0.0) -> StepResult:
         """Start the next step at `now`; the result is valid at `now + duration`.

@@ -17,12 +17,10 @@ from kvmesh.bus.messages import (
     Pin,
     Pooling,
     Prefetch,
-    ReturnForecast,
     StartPhase,
     Work,
 )
 from kvmesh.hashing import FIRST_IMAGE_TOKEN, TOKEN_BYTES
-from kvmesh.retention.awaited_prompts import on_clock
 from kvmesh.runtime.service import VERSION
 from kvmesh.settings.schema import MockSettings
 from kvmesh.step_times.profile import StepProfileError
@@ -244,12 +242,6 @@ class MockEngine:
             for rank in self._ranks
         )
 
-    async def expect_returns(self, forecasts: list[ReturnForecast]) -> None:
-        now = asyncio.get_running_loop().time()
-        own = on_clock(forecasts, time.time(), now)
-        for rank in self._ranks:
-            rank.core.expect_returns([one for one in own if one.rank == rank.rank])
-
     def retention(self) -> list[RetentionState]:
         now = asyncio.get_running_loop().time()
         return [rank.core.blocks.retention.state(rank.rank, now) for rank in self._ranks]
@@ -358,7 +350,6 @@ class MockEngine:
         placeholder = placeholder_of(self._folder)
         return EngineInfo(
             reports_outcomes=True,
-            expects_returns=self._retention.by_forecast,
             name="mock",
             version=VERSION,
             context=self._context,

@@ -18,12 +18,10 @@ from kvmesh.bus.messages import (
     GENERATE,
     Capacity,
     Clear,
-    ExpectReturns,
     Load,
     Pin,
     Prefetch,
     Release,
-    ReturnForecast,
     Unpin,
     Work,
 )
@@ -287,10 +285,6 @@ class RemoteEngine(PrefetchingAdapter):
                 feed.clear()
         return outcome
 
-    async def expect_returns(self, forecasts: list[ReturnForecast]) -> None:
-        if self._retention is not None and self._retention.expects_returns:
-            await self._retention.execute(ExpectReturns(forecasts))
-
     def retention(self) -> list[RetentionState]:
         return self._retention.states if self._retention is not None else []
 
@@ -362,7 +356,6 @@ class RemoteEngine(PrefetchingAdapter):
         return EngineInfo(
             name="openai",
             reports_outcomes=self._retention is not None,
-            expects_returns=self._retention is not None and self._retention.expects_returns,
             warnings=self._warnings,
             task=self._task,
             image_placeholder=self._placeholder[1]

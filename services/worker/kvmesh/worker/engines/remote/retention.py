@@ -9,7 +9,7 @@ import msgspec
 
 from kvmesh.bus.errors import cause
 from kvmesh.bus.log_once import LogOnce
-from kvmesh.bus.messages import Clear, ExpectReturns, Pin, Release, Unpin
+from kvmesh.bus.messages import Clear, Pin, Release, Unpin
 from kvmesh.settings import redacted
 from kvmesh.worker.adapters.engine_stores import LOWER
 from kvmesh.worker.clearing import ClearOutcome, named_tiers
@@ -56,11 +56,6 @@ class ServerRetention:
         self.tells_tiers = False
         self._logged = LogOnce()
 
-    @property
-    def expects_returns(self) -> bool:
-        """True if the plugin orders eviction by forecasts: a former version counts none."""
-        return any(state.forecasts for state in self.states)
-
     async def find(self) -> bool:
         """True if the server has the plugin and its connector; `problem` is what a plugin lacks."""
         try:
@@ -96,11 +91,11 @@ class ServerRetention:
             reply.blocks, {tier: OLD_PLUGIN for tier in LOWER if tier in named_tiers(command)}
         )
 
-    async def execute(self, command: Pin | Release | Unpin | ExpectReturns) -> int:
+    async def execute(self, command: Pin | Release | Unpin) -> int:
         """Execute a command; the number of blocks affected. Raises EngineError."""
         return (await self._execute(command)).blocks
 
-    async def _execute(self, command: Clear | Pin | Release | Unpin | ExpectReturns) -> _Reply:
+    async def _execute(self, command: Clear | Pin | Release | Unpin) -> _Reply:
         content = await self._call("POST", "/command", _encode(command))
         try:
             reply = msgspec.json.decode(content, type=_Reply)

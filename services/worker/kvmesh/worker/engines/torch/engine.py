@@ -5,7 +5,6 @@ import gc
 import logging
 import os
 import secrets
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,11 +19,9 @@ from kvmesh.bus.messages import (
     Load,
     Pin,
     Prefetch,
-    ReturnForecast,
     StartPhase,
     Work,
 )
-from kvmesh.retention.awaited_prompts import on_clock
 from kvmesh.transfer import TransferError, Transport
 from kvmesh.worker.adapters.arena_tensors import ArenaTensors
 from kvmesh.worker.adapters.prefetching.queue import PrefetchQueue
@@ -119,7 +116,6 @@ class TorchEngine:
         self._task = asyncio.create_task(self._run(core, sink), name="torch engine")
         return EngineInfo(
             reports_outcomes=True,
-            expects_returns=self._worker.eviction == "forecast",
             name="torch",
             version=torch.__version__,
             context=core.context,
@@ -234,11 +230,6 @@ class TorchEngine:
 
     async def unpin(self, pin: str) -> int:
         return self._change_retention(lambda manager, now: manager.unpin(pin, now))
-
-    async def expect_returns(self, forecasts: list[ReturnForecast]) -> None:
-        now = asyncio.get_running_loop().time()
-        own = on_clock([one for one in forecasts if one.rank == RANK], time.time(), now)
-        self._core.blocks.retention.expect_returns(own, now)
 
     def retention(self) -> list[RetentionState]:
         return [self._core.blocks.retention.state(RANK, asyncio.get_running_loop().time())]

@@ -90,7 +90,7 @@ def create(context: EngineContext) -> "VllmEngine":
         if not (SIZES & arguments.keys() or os.environ.get(CPU_SPACE)):
             arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes()
     arguments = lora_arguments(arguments, len(adapters), worker.max_adapters, on_cpu)
-    engine = engine_type(
+    return engine_type(
         arguments,
         VllmAdapters(adapters),
         served,
@@ -104,8 +104,6 @@ def create(context: EngineContext) -> "VllmEngine":
         servers=context.begun,
         on_refused=context.on_refused,
     )
-    engine.expects_returns = engine_type.retains and worker.eviction == "forecast"
-    return engine
 
 
 def _cpu_block_size(size: int) -> int:

@@ -107,12 +107,10 @@ _FINISH = {"stop": "stop", "length": "length", "repetition": "stop"}
 class VllmEngine(PrefetchingAdapter):
     """One `AsyncLLM` with one or more data-parallel ranks.
 
-    `retains`: `KvmeshRetentionConnector` receives the origin of each request. `expects_returns`: it
-    orders eviction by forecasts.
+    `retains`: `KvmeshRetentionConnector` receives the origin of each request.
     """
 
     retains = False
-    expects_returns = False
 
     def __init__(
         self,
@@ -423,7 +421,6 @@ class VllmEngine(PrefetchingAdapter):
         scheduler, outputs = config.scheduler_config, config.structured_outputs_config
         return EngineInfo(
             reports_outcomes=self.retains,
-            expects_returns=self.expects_returns,
             task=self._task,
             image_placeholder=self._image_prompts.placeholder if self._image_prompts else "",
             name="vllm",

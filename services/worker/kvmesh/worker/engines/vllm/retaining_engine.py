@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from kvmesh.bus.messages import Clear, ExpectReturns, Pin, Release, ReturnForecast, Unpin
+from kvmesh.bus.messages import Clear, Pin, Release, Unpin
 from kvmesh.worker.clearing import ClearOutcome, combined
 from kvmesh.worker.engine import EngineError
 from kvmesh.worker.enginecore.counters import RetentionState
@@ -32,18 +32,13 @@ class RetainingVllmEngine(VllmEngine):
         replies = await self._replies(command)
         return combined(ClearOutcome(reply["blocks"], reply[KEPT]) for reply in replies)
 
-    async def expect_returns(self, forecasts: list[ReturnForecast]) -> None:
-        await self._execute(ExpectReturns(forecasts))
-
     def retention(self) -> list[RetentionState]:
         return [_state(stats.retention, rank) for rank, stats in enumerate(self._stats)]
 
-    async def _execute(self, command: Release | Pin | Unpin | ExpectReturns) -> int:
+    async def _execute(self, command: Release | Pin | Unpin) -> int:
         return sum(reply["blocks"] for reply in await self._replies(command))
 
-    async def _replies(
-        self, command: Clear | Release | Pin | Unpin | ExpectReturns
-    ) -> list[dict[str, Any]]:
+    async def _replies(self, command: Clear | Release | Pin | Unpin) -> list[dict[str, Any]]:
         """The reply of each rank; raises EngineError."""
         client = self._llm.engine_core
         packed = _encode(command)
@@ -67,6 +62,4 @@ def _state(data: dict[str, Any], rank: int) -> RetentionState:
         charged_blocks=data.get("charged_blocks", 0),
         outcomes=data.get("outcomes", {}),
         evicted=data.get("evicted", {}),
-        forecasts=data.get("forecasts", {}),
-        returns=data.get("returns", {}),
     )

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 
-from kvmesh.bus.messages import Clear, ExpectReturns, MessageDecoder, Pin, Release, Unpin
+from kvmesh.bus.messages import Clear, MessageDecoder, Pin, Release, Unpin
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.retention.claims import MAX_LEVEL
 from kvmesh.worker.clearing import ClearOutcome, combined
@@ -38,8 +38,8 @@ PATH = "/v1/kvmesh/retention"
 COMMAND_S = 10.0
 MAX_BODY_BYTES = 4 << 20
 _encode = msgspec.msgpack.Encoder().encode
-_commands = MessageDecoder(Clear | Pin | Release | Unpin | ExpectReturns)
-_Command = Clear | Pin | Release | Unpin | ExpectReturns | QueryState | QueryOutcomes
+_commands = MessageDecoder(Clear | Pin | Release | Unpin)
+_Command = Clear | Pin | Release | Unpin | QueryState | QueryOutcomes
 
 
 class _ReleaseBody(msgspec.Struct, forbid_unknown_fields=True):

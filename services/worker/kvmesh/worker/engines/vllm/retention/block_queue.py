@@ -3,8 +3,7 @@
 It has the methods of `vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue`. Blocks without claims are
 in one list by recency, as in vLLM; those with claims are in their runs. A rank below the default
 comes before the list, a higher one after it. Blocks without content, which vLLM puts at the start
-of the list, precede all others. Blocks of which a forecast expects something are in runs that are
-ordered by its value; those of the list have the value of a typical prompt at their age.
+of the list, precede all others.
 """
 
 from array import array
@@ -31,7 +30,6 @@ class RetainingBlockQueue:
         self._runs = runs
         self._clock = clock
         self._stamps = array("Q", bytes(8 * len(runs.by_block)))
-        self._used = array("d", bytes(8 * len(runs.by_block)))
 
     @property
     def fake_free_list_head(self) -> Any:
@@ -117,36 +115,25 @@ class RetainingBlockQueue:
         empty = self._plain.empty(limit)
         if empty:
             return self._plain.take(empty)
-        run, valued = self._runs.lowest(now), self._runs.lowest_valued(now)
+        run = self._runs.lowest(now)
         rank = run.entry[:2] if run is not None and run.entry is not None else LAST
-        if run is not None and rank < PLAIN:
+        if run is not None and (rank < PLAIN or not self._plain):
             return self._runs.evict(run, limit, now)
-        oldest = self._plain.head.next_free_block.block_id if self._plain else -1
-        if run is not None and rank == PLAIN and (oldest < 0 or self._stamps[oldest] > run.stamp):
-            stamp, used = run.stamp, run.used
-        elif oldest >= 0:
-            stamp, used = self._stamps[oldest], self._used[oldest]
-        elif valued is not None:
-            return self._runs.evict(valued.key, limit, now)
-        else:
-            assert run is not None  # blocks are free, and none of them in the list
+        if run is not None and rank == PLAIN and self._first_stamp() > run.stamp:
             return self._runs.evict(run, limit, now)
-        if valued is not None:
-            value = self._runs.typical.value(now - used)
-            if (valued.value, valued.stamp) < (value, stamp):
-                return self._runs.evict(valued.key, limit, now)
-        if run is not None and rank == PLAIN and stamp == run.stamp:
-            return self._runs.evict(run, limit, now)
-        taken = self._plain.take(limit if valued is None and rank > PLAIN else 1)
+        taken = self._plain.take(limit if rank > PLAIN else 1)
         self._runs.evictions[BY_RECENCY] += len(taken)
         return taken
 
+    def _first_stamp(self) -> int:
+        block_id: int = self._plain.head.next_free_block.block_id
+        return self._stamps[block_id]
+
     def _add(self, blocks: Sequence[Any], run: RetainedRun | None, now: float) -> None:
         if run is None or not self._runs.end_use(run, blocks, now):
-            stamp, stamps, used = self._runs.next_stamp(), self._stamps, self._used
+            stamp, stamps = self._runs.next_stamp(), self._stamps
             for block in blocks:
                 stamps[block.block_id] = stamp
-                used[block.block_id] = now
             self._plain.append(blocks)
 
 

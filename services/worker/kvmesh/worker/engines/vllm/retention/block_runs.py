@@ -1,10 +1,8 @@
 """Runs: blocks of vLLM with the same claims, in the order in which they are evicted.
 
-A block belongs to at most one run; blocks without claims, of which nothing is expected, belong to
-none. Runs without claims of which something is expected are ordered by its value. The free blocks
-of a run are a linked list through vLLM's own fields, as vLLM's free queue is, so that vLLM removes
-a block from either in the same way. Claims, ranks and expiry cost one operation per run, not per
-block.
+A block belongs to at most one run; blocks without claims belong to none. The free blocks of a run
+are a linked list through vLLM's own fields, as vLLM's free queue is, so that vLLM removes a block
+from either in the same way. Claims, ranks and expiry cost one operation per run, not per block.
 """
 
 import heapq
@@ -13,21 +11,16 @@ from itertools import count
 from math import inf
 from typing import Any, TypeAlias
 
-from kvmesh.bus.messages import CLIPPED, EXPIRED, SUPERSEDED, UNLIKELY
-from kvmesh.retention.awaited_prompts import still_expected, with_expectation
+from kvmesh.bus.messages import CLIPPED, EXPIRED, SUPERSEDED
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.retention.claims import (
     DOUBTFUL,
-    UNCLAIMED,
     BlockRetention,
     EvictionRank,
     rank_of,
 )
-from kvmesh.retention.return_value import Expectation, TypicalReturn
-from kvmesh.retention.valued_keys import ValuedKey, ValuedKeys
 from kvmesh.worker.enginecore.counters import (
     BY_CLAIM,
-    BY_FORECAST,
     BY_RECENCY,
     EVICTION_ORDERS,
 )
@@ -106,22 +99,19 @@ class RetainedRun:
 
     `floor` is the rank of blocks that depend on these: none of a run is evicted before them.
     `doubtful`: the session that used the blocks may have left them. `lapsed`: claims on them have
-    expired. Once
-    freed, a run has a `stamp` of its last use, at the time `used`, and an `entry` in the order of
-    eviction, unless the value of what is `expected` decides.
+    expired. Once freed, a run has a `stamp` of its last use, and an `entry` in the order of
+    eviction.
     """
 
     __slots__ = (
         "doubtful",
         "entry",
-        "expected",
         "floor",
         "free",
         "lapsed",
         "retention",
         "size",
         "stamp",
-        "used",
     )
 
     def __init__(self, retention: BlockRetention, free: FreeList) -> None:
@@ -129,8 +119,6 @@ class RetainedRun:
         self.free = free
         self.size = 0
         self.stamp = 0
-        self.used = 0.0
-        self.expected: tuple[Expectation, ...] = ()
         self.floor = NO_FLOOR
         self.doubtful = False
         self.lapsed = False
@@ -150,8 +138,8 @@ class RetainedRuns:
     """The runs of a pool of vLLM's blocks, by block id, charged to the tenants' budgets.
 
     `lapsed` has the reason, EXPIRED or CLIPPED, for the blocks of the latest eviction whose
-    retention had ended or was refused, or UNLIKELY, by vLLM's hash. `evictions` counts evicted
-    blocks by what ordered them. `typical` is the value of blocks of which nothing is known.
+    retention had ended or was refused, by vLLM's hash. `evictions` counts evicted blocks by what
+    ordered them.
     """
 
     def __init__(self, blocks: Sequence[Any], budget: RetentionBudget) -> None:
@@ -166,8 +154,6 @@ class RetainedRuns:
         self._heap: list[Entry] = []
         self._expiries: list[tuple[float, int, Entry]] = []
         self._entries = 0
-        self._valued: ValuedKeys[RetainedRun] = ValuedKeys()
-        self.typical = TypicalReturn()
         self.evictions = dict.fromkeys(EVICTION_ORDERS, 0)
 
     def next_stamp(self) -> int:
@@ -189,21 +175,12 @@ class RetainedRuns:
             heapq.heappop(heap)
         return None
 
-    def lowest_valued(self, now: float) -> ValuedKey[RetainedRun] | None:
-        """The run with free blocks of the lowest value at `now`; None if no run has any."""
-        while (lowest := self._valued.lowest(now)) is not None and not lowest.key.free:
-            self._valued.discard(lowest.key)
-        return lowest
-
     def evict(self, run: RetainedRun, limit: int, now: float) -> list[Any]:
         """Remove and return up to `limit` free blocks of a run, last of the prompt first."""
         taken = run.free.take(limit)
         for block in taken:
             self.by_block[block.block_id] = None
-        if run in self._valued:
-            self.evictions[BY_FORECAST] += len(taken)
-            reason = UNLIKELY
-        elif run.doubtful and run.eviction_rank(now) == DOUBTFUL:
+        if run.doubtful and run.eviction_rank(now) == DOUBTFUL:
             self.evictions[BY_CLAIM] += len(taken)
             reason = SUPERSEDED
         else:
@@ -211,8 +188,6 @@ class RetainedRuns:
             reason = EXPIRED if run.lapsed and not run.retention else ""
         if reason:
             self.lapsed.update(dict.fromkeys((block.block_hash for block in taken), reason))
-        for expectation in run.expected:
-            expectation.evicted += len(taken)
         self._budget.on_evicted(run.retention, len(taken), now)
         self._shrink(run, len(taken))
         return taken
@@ -252,14 +227,13 @@ class RetainedRuns:
             run = self.isolate([block.block_id for block in freed], run, "")
             run.doubtful = False
         self._budget.expire(run.retention, run.size, now)
-        run.expected = still_expected(run.expected)
-        if not run.retention and not run.expected:
+        if not run.retention:
             self.forget(block.block_id for block in freed)
             return False
         run.lapsed = False
         run.retention.renew(now)
         run.free.append(freed)
-        run.stamp, run.used = self.next_stamp(), now
+        run.stamp = self.next_stamp()
         self._enter(run, now)
         return True
 
@@ -272,20 +246,11 @@ class RetainedRuns:
                 self._budget.on_dropped(run.retention, 1)
                 self._shrink(run, 1)
 
-    # claims and expectations
-
-    def expect(
-        self, run: RetainedRun, blocks: Sequence[int], expectation: Expectation, now: float
-    ) -> None:
-        """Expect the return of a run; `blocks` are all of it."""
-        run.expected = with_expectation(run.expected, expectation, now)
-        self.update(run, blocks, now)
+    # claims
 
     def doubt(self, run: RetainedRun, blocks: Sequence[int], doubtful: bool, now: float) -> None:
         """Doubt that a free run is used again, or no more; `blocks` are all of it."""
         run.doubtful = doubtful
-        if not doubtful:
-            run.used = now
         self.update(run, blocks, now)
 
     def segments(self, blocks: Sequence[int]) -> Iterator[tuple[int, int, RetainedRun | None]]:
@@ -310,7 +275,7 @@ class RetainedRuns:
             return run
         else:
             made = RetainedRun(run.retention.copy(), FreeList(self._block_type))
-            made.floor, made.expected, made.used = run.floor, run.expected, run.used
+            made.floor = run.floor
             made.doubtful, made.lapsed = run.doubtful, run.lapsed
             if not made.retention:
                 made.retention.tenant = tenant
@@ -326,7 +291,6 @@ class RetainedRuns:
         self._move(blocks, into)
         into.size += run.size
         run.size, run.entry = 0, None
-        self._valued.discard(run)
 
     def update(self, run: RetainedRun, blocks: Sequence[int], now: float) -> None:
         """Rank a run whose claims have changed; `blocks` are all of it.
@@ -336,7 +300,7 @@ class RetainedRuns:
         if run.free:
             run.stamp = run.stamp or self.next_stamp()
             self._enter(run, now)
-        elif not run.retention and not run.expected:
+        elif not run.retention:
             self.forget(blocks)
 
     def mergeable(self, one: RetainedRun, other: RetainedRun) -> bool:
@@ -347,7 +311,6 @@ class RetainedRuns:
             and a.tenant == b.tenant
             and a.charged == b.charged
             and a.pins == b.pins
-            and one.expected == other.expected
             and one.doubtful == other.doubtful
             and not one.free
             and not other.free
@@ -373,15 +336,9 @@ class RetainedRuns:
         self.retained -= blocks
         if not run.size:
             run.entry = None
-            self._valued.discard(run)
 
     def _enter(self, run: RetainedRun, now: float) -> None:
         rank = run.eviction_rank(now)
-        if rank == UNCLAIMED and run.expected:
-            run.entry = None
-            self._valued.put(run, run.expected, run.stamp)
-            return
-        self._valued.discard(run)
         entry = (rank.level, rank.until, run.stamp, run)
         run.entry = entry
         heapq.heappush(self._heap, entry)

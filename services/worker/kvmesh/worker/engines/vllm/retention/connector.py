@@ -22,8 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.engine.core import EngineCore
 
-from kvmesh.bus.messages import Clear, ExpectReturns, MessageDecoder, Pin, Release, Unpin
-from kvmesh.retention.awaited_prompts import on_clock
+from kvmesh.bus.messages import Clear, MessageDecoder, Pin, Release, Unpin
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.worker.adapters.connector_stores import clear_stores
 from kvmesh.worker.adapters.request_origin import KEY, OriginError, request_origin
@@ -56,9 +55,7 @@ log = logging.getLogger(__name__)
 NOT_TRACKED = None, None
 NO_TRANSFER = KVConnectorMetadata()
 REPORT_S = 1.0  # between looks for claims that have expired
-_commands = MessageDecoder(
-    Clear | Release | Pin | Unpin | ExpectReturns | QueryState | QueryOutcomes
-)
+_commands = MessageDecoder(Clear | Release | Pin | Unpin | QueryState | QueryOutcomes)
 
 
 class RetentionStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types here
@@ -188,7 +185,6 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
             self._claim(self._retention, tracked, request.num_computed_tokens)
             self._retention.claim_copies(tracked, now)
             self._retention.rank_prompt(tracked, now)
-            self._retention.end_request(tracked, now)
             if name not in self._prompts and tracked.output_directives:
                 outcome = self._retention.grant(tracked.output_directives)[0]
             hint = self._hinted.hint(name)
@@ -246,8 +242,6 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
                 blocks = retention.pin(pin, now)
             case Unpin(pin_id):
                 blocks = retention.unpin(pin_id, now)
-            case ExpectReturns(forecasts):
-                blocks = retention.expect_returns(on_clock(forecasts, time.time(), now), now)
             case QueryOutcomes(request):
                 return {"report": self._hinted.report(request)}
             case QueryState():

@@ -6,11 +6,11 @@ their request ends.
 """
 
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Protocol
 
-from kvmesh.bus.messages import CLEARED, RELEASED, SUPERSEDED, Pin, ReturnForecast
+from kvmesh.bus.messages import CLEARED, RELEASED, SUPERSEDED, Pin
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.retention.claims import THINKING_LEVEL, UNCLAIMED, RetentionWish
 from kvmesh.retention.outcomes import Directive
@@ -19,7 +19,6 @@ from kvmesh.retention.session_blocks import PromptTail, SessionBlocks
 from kvmesh.worker.enginecore.counters import RetentionState
 from kvmesh.worker.enginecore.retention import PINNED
 from kvmesh.worker.enginecore.retention_options import RetentionOptions
-from kvmesh.worker.engines.vllm.retention.block_returns import BlockReturns
 from kvmesh.worker.engines.vllm.retention.block_runs import NO_FLOOR, RetainedRun, RetainedRuns
 from kvmesh.worker.engines.vllm.retention.requests import RetainedRequest
 
@@ -36,10 +35,6 @@ class PrefixCache(Protocol):
 
     def first_copies(self, blocks: Sequence[int]) -> list[int]:
         """For each block, the one that vLLM finds by its hash: of several copies the first."""
-        ...
-
-    def contents(self, blocks: Sequence[int]) -> list[Hashable]:
-        """For each block, what identifies its content; None for a block without any."""
         ...
 
     def holds(self, block: int) -> bool:
@@ -85,7 +80,6 @@ class PrefixCacheRetention:
             options.session_idle_s, options.session_blocks * capacity
         )
         self._pins: PinTable[int] = PinTable()
-        self._returns = BlockReturns(runs, cache.contents) if options.by_forecast else None
         self._hash_of: dict[int, bytes] = {}  # vLLM's hash of each kvmesh sequence hash
         self._namespaces: dict[tuple[int, str], int] = {}
         self._namespace_ids = count(1)
@@ -96,10 +90,9 @@ class PrefixCacheRetention:
         self._runs.expire(now)
         budget = self._budget
         counts = budget.outcomes.counts.values()
-        forecasts = self._returns.awaited.results.values() if self._returns is not None else ()
         return (
             *(len(self._sessions), len(self._pins), sum(budget.charged.values())),
-            *(*counts, *forecasts, *self._runs.evictions.values()),
+            *(*counts, *self._runs.evictions.values()),
         )
 
     def state(self, rank: int, now: float) -> RetentionState:
@@ -113,8 +106,6 @@ class PrefixCacheRetention:
             charged_blocks=sum(self._budget.charged.values()),
             outcomes={str(outcome): count for outcome, count in counts.items()},
             evicted=dict(self._runs.evictions),
-            forecasts=dict(self._returns.awaited.results) if self._returns is not None else {},
-            returns=dict(self._returns.awaited.returns) if self._returns is not None else {},
         )
 
     # requests
@@ -137,9 +128,6 @@ class PrefixCacheRetention:
             request.tentative,
             ahead=request.ahead,
         )
-        if self._returns is not None and not request.ahead:
-            prompts = [request.hashes, *(tail.prompt for tail in changes.doubted)]
-            self._returns.awaited.on_prompt(session, prompts)
         for tail in changes.restored:
             self._doubt_tail(tail, False, now)
         for tail in changes.doubted:
@@ -205,19 +193,6 @@ class PrefixCacheRetention:
             for ids in request.blocks:
                 found = self._cache.first_copies([block for block in ids if block])
                 self._set_floors(found, now)
-
-    def end_request(self, request: RetainedRequest, now: float) -> None:
-        """Note the end of a request, before its blocks are free."""
-        if self._returns is not None:
-            numbers = [block for ids in request.blocks for block in ids if block]
-            self._returns.end_request(request, self._cache.first_copies(numbers), now)
-
-    def expect_returns(self, forecasts: Sequence[ReturnForecast], now: float) -> int:
-        """Order eviction by forecasts, with `since` on this clock; returns how many had effect."""
-        if self._returns is None:
-            return 0
-        self._runs.expire(now)
-        return self._returns.expect(forecasts, now)
 
     def grant(self, directives: Iterable[Directive]) -> list[str]:
         """Record that all existing blocks of these directives have been claimed."""
@@ -304,8 +279,6 @@ class PrefixCacheRetention:
 
     def release(self, sessions: Sequence[str]) -> int:
         """Forget sessions and drop blocks that only they used; return the number of blocks."""
-        if self._returns is not None:
-            self._returns.awaited.release(sessions)
         return self._drop_tails(self._sessions.release(sessions), RELEASED)
 
     def clear(self, salt: int | None, tenant: str) -> int:

@@ -39,7 +39,6 @@ class ConnectorOptions(Struct, frozen=True, kw_only=True):
     session_idle_s: Annotated[float, Meta(gt=0)] = RetentionOptions.session_idle_s
     session_blocks: Annotated[int, Meta(ge=0)] = RetentionOptions.session_blocks
     defaults: dict[str, tuple[int, float | None]] = field(default_factory=lambda: _pairs(DEFAULTS))
-    by_forecast: bool = RetentionOptions.by_forecast
 
     @property
     def retention(self) -> RetentionOptions:
@@ -49,7 +48,6 @@ class ConnectorOptions(Struct, frozen=True, kw_only=True):
             session_idle_s=self.session_idle_s,
             session_blocks=self.session_blocks,
             defaults=defaults,
-            by_forecast=self.by_forecast,
         )
 
 
@@ -60,7 +58,6 @@ def retention_transfer_config(options: RetentionOptions) -> dict[str, Any]:
         session_idle_s=options.session_idle_s,
         session_blocks=options.session_blocks,
         defaults=_pairs(options.defaults),
-        by_forecast=options.by_forecast,
     )
     return {
         "kv_connector": CONNECTOR,

@@ -1,6 +1,6 @@
 """vLLM's prefix cache with the retaining free queue in its block pool."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
@@ -51,10 +51,6 @@ class VllmPrefixCache:
             copies = cached.get(held[block].block_hash)
             first.append(next(iter(copies)) if isinstance(copies, dict) else block)
         return first
-
-    def contents(self, blocks: Sequence[int]) -> list[Hashable]:
-        held = self._pool.blocks
-        return [held[block].block_hash for block in blocks]
 
     def holds(self, block: int) -> bool:
         return self._pool.blocks[block].block_hash is not None

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.retention.return_value import Expectation, TypicalReturn
 from kvmesh.returns.rates import BINS
-from kvmesh.returns.value import BIN_WIDTHS, LAST, values_by_age
+from kvmesh.returns.value import BIN_WIDTHS, values_by_age
 
 RATES = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 10.0)), min_size=BINS, max_size=BINS).map(
     tuple
@@ -48,39 +47,3 @@ def test_a_rate_that_rises_later_counts_before() -> None:
     values = values_by_age(rates)
     assert 0 < values[0] < values[5] < values[7] < values[8] == 0.1
     assert values[9] == 0.0
-
-
-@given(st.lists(RATES, min_size=1, max_size=40))
-def test_a_typical_value_never_rises_with_age(forecasts: list[tuple[float, ...]]) -> None:
-    typical = TypicalReturn()
-    for rates in forecasts:
-        typical.learn(rates)
-    assert list(typical.values) == sorted(typical.values, reverse=True)
-
-
-def test_the_typical_prompt_is_one_that_has_not_returned() -> None:
-    """Nine of ten return at once; a prompt of an hour's age is one of the others."""
-    typical, quick, slow = TypicalReturn(), [5.0] * BINS, [1e-4] * BINS
-    for number in range(100):
-        typical.learn(slow if number % 10 == 0 else quick)
-    assert typical.value(0.0) > 4.0
-    assert typical.value(3600.0) == pytest.approx(1e-4, rel=0.01)
-    assert TypicalReturn().value(0.0) == 0.0
-
-
-def test_an_expectation_changes_at_the_ends_of_bins() -> None:
-    values = tuple(float(BINS - k) for k in range(BINS))
-    expectation = Expectation(10.0, values)
-    assert expectation.at(3.0) == (16.0, 10.5)
-    assert expectation.at(10.5) == (15.0, 11.0)
-    assert expectation.at(1e9) == (values[LAST], inf)
-    expectation.over = True
-    assert expectation.at(10.5) == (0.0, inf)
-
-
-@given(st.floats(0, 1e9), st.integers(0, LAST - 1))
-def test_the_next_change_is_always_later(since: float, at: int) -> None:
-    now = since
-    for _ in range(at + 1):
-        now = Expectation(since, (0.0,) * BINS).at(now)[1]
-    assert Expectation(since, (0.0,) * BINS).at(now)[1] > now

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from kvmesh.learning.paired_errors import LEAST, PairedErrors
+from kvmesh.router.state.speed_trial import LEAST, PairedErrors
 
 
 def gain_after(errors: PairedErrors, count: int, own: float, rng: Random) -> tuple[bool, float]:
