@@ -2,15 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from nats.js.api import DiscardPolicy, SubjectTransform
+from support.nats_cluster import Cluster
 from support.wait import PATIENCE_S, eventually
 from support.wholeness import key_entry
 
-from kvmesh.bus.client import Bus, RawMessage
+from kvmesh.bus.client import Bus, BusOptions, RawMessage
 from kvmesh.bus.discovery.leases import Lease, delete_lease
 from kvmesh.bus.errors import BusTimeout, StorageFull
 from kvmesh.bus.messages import Instance, Role
@@ -19,6 +21,7 @@ from kvmesh.bus.storage.shared_secret import keep_secret, shared_secret
 from kvmesh.bus.streams import keeper as keeping
 from kvmesh.bus.streams.configuration import Difference, StreamLimits, apply
 from kvmesh.bus.streams.keeper import StreamKeeper, keeper_of
+from kvmesh.bus.streams.preparation import prepare_streams
 from kvmesh.cli.doctor import nats_checks
 from kvmesh.cli.doctor.gathering import gather_facts
 from kvmesh.frontend.auth.authenticator import Authenticator
@@ -256,3 +259,29 @@ async def test_a_keys_bucket_made_anew_with_as_many_keys_is_read_anew(bus: Bus, 
 
 def card(name: str, role: Role = Role.WORKER) -> Instance:
     return Instance(instance=f"{name}-1", role=role, name=name, version="0", started=0.0)
+
+
+async def test_a_cluster_without_a_leader_misses_no_stream(
+    tmp_path: Path, limits: StreamLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "CHECK_S", 0.1)
+    monkeypatch.setattr(keeping, "SPACING_S", 0.0)
+    cluster = Cluster(tmp_path)
+    await asyncio.to_thread(cluster.start)
+    stays, *others = cluster.members
+    bus = await Bus.connect(BusOptions(url=stays.url, namespace="c", replicas=3), "test")
+    await prepare_streams(bus, limits)
+    kept = Kept(keeper_of(bus))
+    await eventually(lambda: "lost_data" in kept.warnings)
+    for member in others:
+        member.kill()
+    text = "JetStream stores nothing: the cluster of NATS servers has no leader"
+    await eventually(lambda: text in str(kept.warnings["not_stored"]))
+    assert not kept.warnings["missing_stream"]
+    for member in others:
+        await asyncio.to_thread(member.start)
+    await eventually(lambda: not kept.warnings["not_stored"])
+    assert not kept.warnings["missing_stream"]
+    kept.task.cancel()
+    await bus.close()
+    cluster.stop()

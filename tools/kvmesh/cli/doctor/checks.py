@@ -58,7 +58,6 @@ CHECKS: dict[str, Check] = {
 }
 # What an operator does about a fault that names no remedy of its own.
 ACTIONS = {
-    "server": "set the server's limits as docs/nats.md says, and restart it",
     "answers": "look at the log of nats-server; in a cluster, start the servers that are missing",
     "version": "upgrade nats-server, one server after the other",
     "streams": "restart a process of the mesh, which creates what is missing",
