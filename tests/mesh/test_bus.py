@@ -21,8 +21,9 @@ from support.nats import NatsServer, free_port
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions, Reply
-from kvmesh.bus.discovery.cards import MOST_LEFT, RECORD, RECORD_TTL_S
+from kvmesh.bus.discovery.cards import MOST_LEFT, RECORD, keep, read_cards
 from kvmesh.bus.discovery.directory import Directory
+from kvmesh.bus.discovery.failed_starts import failed_starts, record_failed_start
 from kvmesh.bus.discovery.leases import Lease, delete_lease
 from kvmesh.bus.discovery.worker_reports import follow_loads
 from kvmesh.bus.errors import (
@@ -36,6 +37,7 @@ from kvmesh.bus.errors import (
 )
 from kvmesh.bus.messages import (
     ControlReply,
+    FailedStart,
     Instance,
     Load,
     MessageDecoder,
@@ -560,16 +562,38 @@ async def test_a_renewal_with_a_lost_reply_does_not_end_the_lease(
 
 
 @pytest.mark.parametrize("lease_s", [1.0])
+async def test_the_age_of_a_worker_and_a_failed_start_outlive_the_renewals(
+    bus: Bus, limits: StreamLimits
+) -> None:
+    lease = Lease(bus, card("w"), limits)
+    await lease.open()
+    failed = FailedStart(
+        instance="f-1", model="m", engine="mock", phase="engine", started=1, failed=2, error="no"
+    )
+    await record_failed_start(bus, failed)
+    bucket = bus.subjects.instances_bucket
+    subject = f"$KV.{bucket}.{bus.subjects.lease_key(Role.WORKER, lease.card.instance)}"
+
+    async def old() -> bool:
+        renewed = (await bus.js.get_msg(f"KV_{bucket}", subject=subject)).time
+        (known,) = await read_cards(bus, Role.WORKER)
+        return renewed is not None and renewed.timestamp() - known.started > 3 * limits.lease_s
+
+    await eventually(old, what="its age is not that of a renewal")
+    assert await failed_starts(bus) == [failed]
+    await lease.close()
+
+
+@pytest.mark.parametrize("lease_s", [1.0])
 async def test_workers_that_are_killed_again_and_again_leave_few_records(
     bus: Bus, limits: StreamLimits
 ) -> None:
-    bucket = bus.bucket(bus.subjects.instances_bucket)
     alive = Lease(bus, card("alive"), limits)
     await alive.open()
     for role in (Role.WORKER, Role.PARKED):
         for number in range(MOST_LEFT + 8):
             key = bus.subjects.lease_key(role, f"killed-{number}")
-            await bucket.create(f"{key}{RECORD}", b"", msg_ttl=RECORD_TTL_S)
+            await keep(bus, f"{key}{RECORD}", b"")
     directory = Directory(bus, limits)
     await directory.open()
 

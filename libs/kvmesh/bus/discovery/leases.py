@@ -16,7 +16,7 @@ from math import inf
 import msgspec
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery.cards import DATED, RECORD, RECORD_TTL_S
+from kvmesh.bus.discovery.cards import DATED, RECORD, keep
 from kvmesh.bus.errors import BusError, Conflict, JetStreamError, NotFound, StorageFull, cause
 from kvmesh.bus.faults import REFUSED
 from kvmesh.bus.messages import Instance, encode
@@ -223,8 +223,13 @@ class Lease:
     async def _record(self, key: str) -> None:
         """Store the record of this process's age, unless it is there and only the lease is lost."""
         try:
-            bucket = self._bus.bucket(self._bus.subjects.instances_bucket)
-            await bucket.create(key, b"", msg_ttl=RECORD_TTL_S)
+            await self._bus.bucket(self._bus.subjects.instances_bucket).get(key)
+        except NotFound:
+            await self._keep(key)
+
+    async def _keep(self, key: str) -> None:
+        try:
+            await keep(self._bus, key, b"")
         except JetStreamError as error:  # a bucket of an earlier release may know no such TTL
             log.debug("no new record at %s: %s", key, cause(error))
 
