@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from nats.js.api import DiscardPolicy, SubjectTransform
+from nats.js.api import DiscardPolicy, StreamSource, SubjectTransform
+from support.nats import NatsServer
 from support.nats_cluster import Cluster
 from support.wait import PATIENCE_S, eventually
 from support.wholeness import key_entry
@@ -97,6 +99,7 @@ async def test_a_stream_with_other_subjects_is_named_and_not_made_again_as_it_wa
         (False, {"max_msg_size": 8}, "refuses messages of more than 8 bytes: set max_msg_size"),
         (True, {"max_age": 600.0}, "drops its entries after 600 s: set max_age to 0"),
         (True, {"max_msgs": 3}, "stores at most 3 entries: set max_msgs to -1"),
+        (True, {"sources": [StreamSource(name="other")]}, "takes in what others have stored"),
         (False, {"sealed": True}, "is sealed, and stores nothing: delete it"),
         (
             False,
@@ -259,6 +262,33 @@ async def test_a_keys_bucket_made_anew_with_as_many_keys_is_read_anew(bus: Bus, 
 
 def card(name: str, role: Role = Role.WORKER) -> Instance:
     return Instance(instance=f"{name}-1", role=role, name=name, version="0", started=0.0)
+
+
+async def test_a_stream_for_which_the_server_has_no_room_any_more_is_named_with_the_limit(
+    tmp_path: Path, limits: StreamLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "CHECK_S", 0.1)
+    monkeypatch.setattr(keeping, "SPACING_S", 0.0)
+    server = NatsServer(tmp_path)
+    await asyncio.to_thread(server.start)
+    bus = await Bus.connect(BusOptions(url=server.url), "test")
+    await prepare_streams(bus, limits)
+    kept, stream = Kept(keeper_of(bus)), bus.subjects.seq_stream
+    await eventually(lambda: stream in keeper_of(bus)._seen)
+    server.jetstream = "max_memory_store: 1KB"
+    await asyncio.to_thread(server.restart)
+    text = "MiB; raise max_memory_store in the server's configuration"
+    await eventually(lambda: text in kept.warnings["missing_stream"].get(stream, ""))
+    for name in (stream, "another") * 3:
+        bus.acks.missed(name, -inf)
+    await eventually(lambda: "another" in kept.warnings["not_stored"])
+    assert stream not in kept.warnings["not_stored"], "one line suffices"
+    server.jetstream = ""
+    await asyncio.to_thread(server.restart)
+    await eventually(lambda: not any(kept.warnings.values()))
+    kept.task.cancel()
+    await bus.close()
+    server.stop()
 
 
 async def test_a_cluster_without_a_leader_misses_no_stream(
