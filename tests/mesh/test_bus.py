@@ -1,6 +1,7 @@
 """The bus against a real server: requests, streams, leases, model files."""
 
 import asyncio
+import base64
 import gc
 import logging
 import re
@@ -671,6 +672,22 @@ async def test_model_files_travel_and_are_checked(bus: Bus, tmp_path: Path) -> N
         await fetch_model(bus, "0" * 64)
     with pytest.raises(ModelFilesError, match=r"tokenizer\.json"):
         await publish_model(bus, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("damaged", ["M", "C"])
+async def test_damaged_model_files_are_stored_again(bus: Bus, tmp_path: Path, damaged: str) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    digest = await publish_model(bus, tmp_path)
+    stream, prefix = f"OBJ_{bus.subjects.model_bucket}", f"$O.{bus.subjects.model_bucket}"
+    if damaged == "M":
+        name = base64.urlsafe_b64encode(digest.encode()).decode()
+        await bus.store(f"{prefix}.M.{name}", b"{", 5, {"Nats-Rollup": "sub"})
+    else:
+        await bus.js.purge_stream(stream, subject=f"{prefix}.C.>")
+    with pytest.raises(ModelFilesError):
+        await fetch_model(bus, digest)
+    assert await publish_model(bus, tmp_path) == digest
+    assert await fetch_model(bus, digest) == {"tokenizer.json": b"{}"}
 
 
 async def test_a_reply_that_arrived_while_the_process_was_stopped_counts(
