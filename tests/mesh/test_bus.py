@@ -18,6 +18,7 @@ import msgspec
 import pytest
 import uvloop
 from msgspec.structs import fields
+from support.mesh import Mesh
 from support.nats import NatsServer, free_port
 from support.wait import PATIENCE_S, eventually
 
@@ -385,6 +386,21 @@ async def test_a_process_joins_once_the_bucket_has_room(
     assert lease.held
     assert caplog.text.count("waiting for room") == 1
     await lease.close()
+
+
+async def test_a_process_that_is_to_stop_waits_for_no_room(
+    nats_server: NatsServer, bus: Bus, limits: StreamLimits, tmp_path: Path
+) -> None:
+    stream = f"KV_{bus.subjects.instances_bucket}"
+    config = (await bus.js.stream_info(stream)).config
+    await bus.js.update_stream(config.evolve(max_bytes=100))
+    mesh = Mesh(nats_server.url, tmp_path, namespace=bus.options.namespace)
+    mesh.start("router", "router-0")
+    await eventually(lambda: "waiting for room" in mesh.logs())
+    process = mesh.processes.pop("router-0")
+    process.terminate()
+    assert process.wait(PATIENCE_S) == 0
+    assert "stopped during its start" in mesh.logs()
 
 
 async def test_a_card_that_changes_while_its_process_joins_is_stored(
