@@ -1,6 +1,7 @@
 """The bus against a real server: requests, streams, leases, model files."""
 
 import asyncio
+import base64
 import gc
 import logging
 import re
@@ -17,12 +18,14 @@ import msgspec
 import pytest
 import uvloop
 from msgspec.structs import fields
+from support.mesh import Mesh
 from support.nats import NatsServer, free_port
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions, Reply
-from kvmesh.bus.discovery.cards import MOST_LEFT, RECORD, RECORD_TTL_S
+from kvmesh.bus.discovery.cards import MOST_LEFT, RECORD, keep, read_cards
 from kvmesh.bus.discovery.directory import Directory
+from kvmesh.bus.discovery.failed_starts import failed_starts, record_failed_start
 from kvmesh.bus.discovery.leases import Lease, delete_lease
 from kvmesh.bus.discovery.worker_reports import follow_loads
 from kvmesh.bus.errors import (
@@ -36,6 +39,7 @@ from kvmesh.bus.errors import (
 )
 from kvmesh.bus.messages import (
     ControlReply,
+    FailedStart,
     Instance,
     Load,
     MessageDecoder,
@@ -384,6 +388,21 @@ async def test_a_process_joins_once_the_bucket_has_room(
     await lease.close()
 
 
+async def test_a_process_that_is_to_stop_waits_for_no_room(
+    nats_server: NatsServer, bus: Bus, limits: StreamLimits, tmp_path: Path
+) -> None:
+    stream = f"KV_{bus.subjects.instances_bucket}"
+    config = (await bus.js.stream_info(stream)).config
+    await bus.js.update_stream(config.evolve(max_bytes=100))
+    mesh = Mesh(nats_server.url, tmp_path, namespace=bus.options.namespace)
+    mesh.start("router", "router-0")
+    await eventually(lambda: "waiting for room" in mesh.logs())
+    process = mesh.processes.pop("router-0")
+    process.terminate()
+    assert process.wait(PATIENCE_S) == 0
+    assert "stopped during its start" in mesh.logs()
+
+
 async def test_a_card_that_changes_while_its_process_joins_is_stored(
     bus: Bus, limits: StreamLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -560,16 +579,38 @@ async def test_a_renewal_with_a_lost_reply_does_not_end_the_lease(
 
 
 @pytest.mark.parametrize("lease_s", [1.0])
+async def test_the_age_of_a_worker_and_a_failed_start_outlive_the_renewals(
+    bus: Bus, limits: StreamLimits
+) -> None:
+    lease = Lease(bus, card("w"), limits)
+    await lease.open()
+    failed = FailedStart(
+        instance="f-1", model="m", engine="mock", phase="engine", started=1, failed=2, error="no"
+    )
+    await record_failed_start(bus, failed)
+    bucket = bus.subjects.instances_bucket
+    subject = f"$KV.{bucket}.{bus.subjects.lease_key(Role.WORKER, lease.card.instance)}"
+
+    async def old() -> bool:
+        renewed = (await bus.js.get_msg(f"KV_{bucket}", subject=subject)).time
+        (known,) = await read_cards(bus, Role.WORKER)
+        return renewed is not None and renewed.timestamp() - known.started > 3 * limits.lease_s
+
+    await eventually(old, what="its age is not that of a renewal")
+    assert await failed_starts(bus) == [failed]
+    await lease.close()
+
+
+@pytest.mark.parametrize("lease_s", [1.0])
 async def test_workers_that_are_killed_again_and_again_leave_few_records(
     bus: Bus, limits: StreamLimits
 ) -> None:
-    bucket = bus.bucket(bus.subjects.instances_bucket)
     alive = Lease(bus, card("alive"), limits)
     await alive.open()
     for role in (Role.WORKER, Role.PARKED):
         for number in range(MOST_LEFT + 8):
             key = bus.subjects.lease_key(role, f"killed-{number}")
-            await bucket.create(f"{key}{RECORD}", b"", msg_ttl=RECORD_TTL_S)
+            await keep(bus, f"{key}{RECORD}", b"")
     directory = Directory(bus, limits)
     await directory.open()
 
@@ -647,6 +688,22 @@ async def test_model_files_travel_and_are_checked(bus: Bus, tmp_path: Path) -> N
         await fetch_model(bus, "0" * 64)
     with pytest.raises(ModelFilesError, match=r"tokenizer\.json"):
         await publish_model(bus, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("damaged", ["M", "C"])
+async def test_damaged_model_files_are_stored_again(bus: Bus, tmp_path: Path, damaged: str) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    digest = await publish_model(bus, tmp_path)
+    stream, prefix = f"OBJ_{bus.subjects.model_bucket}", f"$O.{bus.subjects.model_bucket}"
+    if damaged == "M":
+        name = base64.urlsafe_b64encode(digest.encode()).decode()
+        await bus.store(f"{prefix}.M.{name}", b"{", 5, {"Nats-Rollup": "sub"})
+    else:
+        await bus.js.purge_stream(stream, subject=f"{prefix}.C.>")
+    with pytest.raises(ModelFilesError):
+        await fetch_model(bus, digest)
+    assert await publish_model(bus, tmp_path) == digest
+    assert await fetch_model(bus, digest) == {"tokenizer.json": b"{}"}
 
 
 async def test_a_reply_that_arrived_while_the_process_was_stopped_counts(

@@ -1,6 +1,7 @@
 """Snapshots on a real bus: written by one replica, restored by the next, never trusted blindly."""
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -117,6 +118,22 @@ async def test_an_unusable_newest_snapshot_is_skipped(
     assert await find_overlaps(bus, 1, 2) == {"w-1": 2}
     assert await find_overlaps(bus, 30, 31) == {"w-1": 2}
     assert worker.dumps == 0
+
+
+@pytest.mark.parametrize("description", [b"{", b'{"name": "x", "bucket": "b", "nuid": "a b"}'])
+async def test_snapshots_with_unreadable_descriptions_are_replaced(
+    bus: Bus, worker: Publisher, replicas: Replicas, description: bytes
+) -> None:
+    first = await replicas.start(OFTEN)
+    await generations(bus, worker, 3)
+    await first.stop()
+    store, bucket = SnapshotStore(bus), bus.subjects.index_bucket
+    for slot in await store.slots("whole"):
+        name = base64.urlsafe_b64encode(slot.name.encode()).decode()
+        await bus.store(f"$O.{bucket}.M.{name}", description, 5, {"Nats-Rollup": "sub"})
+    await replicas.start(OFTEN)
+    await generations(bus, worker, 4, 50)
+    assert min(await covered(bus)) > 0
 
 
 async def test_a_snapshot_whose_chunks_are_gone_is_skipped(

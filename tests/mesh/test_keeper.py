@@ -2,15 +2,19 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from nats.js.api import DiscardPolicy, SubjectTransform
+from nats.js.api import DiscardPolicy, StreamSource, SubjectTransform
+from support.nats import NatsServer
+from support.nats_cluster import Cluster
 from support.wait import PATIENCE_S, eventually
 from support.wholeness import key_entry
 
-from kvmesh.bus.client import Bus, RawMessage
+from kvmesh.bus.client import Bus, BusOptions, RawMessage
 from kvmesh.bus.discovery.leases import Lease, delete_lease
 from kvmesh.bus.errors import BusTimeout, StorageFull
 from kvmesh.bus.messages import Instance, Role
@@ -19,6 +23,7 @@ from kvmesh.bus.storage.shared_secret import keep_secret, shared_secret
 from kvmesh.bus.streams import keeper as keeping
 from kvmesh.bus.streams.configuration import Difference, StreamLimits, apply
 from kvmesh.bus.streams.keeper import StreamKeeper, keeper_of
+from kvmesh.bus.streams.preparation import prepare_streams
 from kvmesh.cli.doctor import nats_checks
 from kvmesh.cli.doctor.gathering import gather_facts
 from kvmesh.frontend.auth.authenticator import Authenticator
@@ -94,6 +99,7 @@ async def test_a_stream_with_other_subjects_is_named_and_not_made_again_as_it_wa
         (False, {"max_msg_size": 8}, "refuses messages of more than 8 bytes: set max_msg_size"),
         (True, {"max_age": 600.0}, "drops its entries after 600 s: set max_age to 0"),
         (True, {"max_msgs": 3}, "stores at most 3 entries: set max_msgs to -1"),
+        (True, {"sources": [StreamSource(name="other")]}, "takes in what others have stored"),
         (False, {"sealed": True}, "is sealed, and stores nothing: delete it"),
         (
             False,
@@ -256,3 +262,56 @@ async def test_a_keys_bucket_made_anew_with_as_many_keys_is_read_anew(bus: Bus, 
 
 def card(name: str, role: Role = Role.WORKER) -> Instance:
     return Instance(instance=f"{name}-1", role=role, name=name, version="0", started=0.0)
+
+
+async def test_a_stream_for_which_the_server_has_no_room_any_more_is_named_with_the_limit(
+    tmp_path: Path, limits: StreamLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "CHECK_S", 0.1)
+    monkeypatch.setattr(keeping, "SPACING_S", 0.0)
+    server = NatsServer(tmp_path)
+    await asyncio.to_thread(server.start)
+    bus = await Bus.connect(BusOptions(url=server.url), "test")
+    await prepare_streams(bus, limits)
+    kept, stream = Kept(keeper_of(bus)), bus.subjects.seq_stream
+    await eventually(lambda: stream in keeper_of(bus)._seen)
+    server.jetstream = "max_memory_store: 1KB"
+    await asyncio.to_thread(server.restart)
+    text = "MiB; raise max_memory_store in the server's configuration"
+    await eventually(lambda: text in kept.warnings["missing_stream"].get(stream, ""))
+    for name in (stream, "another") * 3:
+        bus.acks.missed(name, -inf)
+    await eventually(lambda: "another" in kept.warnings["not_stored"])
+    assert stream not in kept.warnings["not_stored"], "one line suffices"
+    server.jetstream = ""
+    await asyncio.to_thread(server.restart)
+    await eventually(lambda: not any(kept.warnings.values()))
+    kept.task.cancel()
+    await bus.close()
+    server.stop()
+
+
+async def test_a_cluster_without_a_leader_misses_no_stream(
+    tmp_path: Path, limits: StreamLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "CHECK_S", 0.1)
+    monkeypatch.setattr(keeping, "SPACING_S", 0.0)
+    cluster = Cluster(tmp_path)
+    await asyncio.to_thread(cluster.start)
+    stays, *others = cluster.members
+    bus = await Bus.connect(BusOptions(url=stays.url, namespace="c", replicas=3), "test")
+    await prepare_streams(bus, limits)
+    kept = Kept(keeper_of(bus))
+    await eventually(lambda: "lost_data" in kept.warnings)
+    for member in others:
+        member.kill()
+    text = "JetStream stores nothing: the cluster of NATS servers has no leader"
+    await eventually(lambda: text in str(kept.warnings["not_stored"]))
+    assert not kept.warnings["missing_stream"]
+    for member in others:
+        await asyncio.to_thread(member.start)
+    await eventually(lambda: not kept.warnings["not_stored"])
+    assert not kept.warnings["missing_stream"]
+    kept.task.cancel()
+    await bus.close()
+    cluster.stop()

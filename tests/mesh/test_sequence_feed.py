@@ -4,11 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from time import monotonic
 
+import msgspec
+import pytest
 import pytest_asyncio
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import SeqBatch, SeqEvent, SeqFree, SeqPrefilled
+from kvmesh.bus.packs import EMPTY
 from kvmesh.router.sequence_feed import SequenceFeed
 
 
@@ -53,10 +56,13 @@ async def test_events_arrive_once_from_a_stream_that_delivers(followed: Followed
     assert not followed.is_direct
 
 
-async def test_events_arrive_while_the_stream_delivers_nothing(followed: Followed) -> None:
+async def test_events_arrive_while_the_stream_delivers_nothing(
+    followed: Followed, caplog: pytest.LogCaptureFixture
+) -> None:
     followed.feed.reader.pause()
     followed.feed.post(followed.subject, [SeqPrefilled("a")])
     await eventually(lambda: followed.is_direct)
+    followed.bus.post(followed.subject, msgspec.Raw(EMPTY))  # a probe of `kvmesh doctor`
     followed.publish(SeqPrefilled("b"), SeqFree("b"))
     await eventually(lambda: followed.seen == [SeqPrefilled("b"), SeqFree("b")])
 
@@ -64,6 +70,7 @@ async def test_events_arrive_while_the_stream_delivers_nothing(followed: Followe
     followed.feed.reader.resume()
     await eventually(lambda: SeqPrefilled("a") in followed.seen)
     assert followed.seen.count(SeqPrefilled("b")) == 1
+    assert "malformed" not in caplog.text
 
     async def is_calm() -> bool:
         followed.feed.post(followed.subject, [SeqPrefilled("c")])

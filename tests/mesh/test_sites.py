@@ -1,6 +1,7 @@
 """A mesh over two sites: a hub and a leaf node with a JetStream domain of its own, or a gateway."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,10 @@ from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import BusError, NoResponder, ServerUnfit
 from kvmesh.bus.messages import MessageDecoder
 from kvmesh.bus.permissions import User, inbox_prefix, permissions
+from kvmesh.bus.streams import keeper as keeping
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams, mesh_streams
+from kvmesh.bus.streams.keeper import keeper_of
+from kvmesh.bus.streams.preparation import prepare_streams
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.streams.server_check import check_server
 from kvmesh.bus.subjects import Subjects, api_of
@@ -85,6 +89,35 @@ async def test_a_mesh_spans_hub_and_leaf(site: Site, tmp_path: Path) -> None:
     for each in (bus, local):
         await each.close()
     mesh.stop()
+
+
+async def test_a_process_at_a_leaf_waits_for_the_link_to_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keeping, "CHECK_S", 0.1)
+    monkeypatch.setattr(keeping, "SPACING_S", 0.0)
+    site, reason = Site(tmp_path, {}), "no JetStream answers under $JS.hub.API: this server's link"
+    site.leaf.start()
+    options = BusOptions(site.leaf.url, user="open", password="open", api_prefix=api_of("hub"))
+    bus = await Bus.connect(options, "test")
+    preparing = asyncio.create_task(prepare_streams(bus, SMALL))
+    await eventually(lambda: reason in caplog.text)
+    command = await Bus.connect(options, "command", once=True)
+    with pytest.raises(ServerUnfit, match="link"):
+        await prepare_streams(command, SMALL)
+    await asyncio.to_thread(site.hub.start)
+    await preparing
+    warnings: dict[str, Mapping[str, str]] = {}
+    keeping_whole = asyncio.create_task(keeper_of(bus).run(warnings.__setitem__, tells=False))
+    await eventually(lambda: "not_stored" in warnings)
+    site.hub.kill()
+    await eventually(lambda: reason in str(warnings["not_stored"]))
+    await asyncio.to_thread(site.hub.start)
+    await eventually(lambda: not any(warnings.values()))
+    keeping_whole.cancel()
+    for each in (bus, command):
+        await each.close()
+    site.stop()
 
 
 async def test_a_leaf_without_jetstream_reaches_that_of_the_hub_by_its_domain(

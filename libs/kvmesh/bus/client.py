@@ -150,6 +150,7 @@ class Bus:
         self.stored: dict[str, float] = {}  # streams stored into since the keeper's last look
         self.on_lost: list[Callable[[], None]] = []
         self.closing = False
+        self.stopping = asyncio.Event()  # the process is to end, and waits for nothing
         self.counts = BusCounts()
         self.readers: set[PendingReader] = set()
         self.kv_backlogs: set[KvBacklog] = set()

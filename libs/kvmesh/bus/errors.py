@@ -39,6 +39,10 @@ class ServerUnfit(BusError):
     """The NATS server's configuration does not suit a mesh; the message names the setting."""
 
 
+class OutOfReach(ServerUnfit):
+    """JetStream of another domain or account does not answer: the link to it may be down."""
+
+
 class NotConnected(BusError):
     """The connection is closed, or it broke during the operation."""
 

@@ -100,7 +100,7 @@ class Service:
         self.limits = stream_limits(settings.streams)
         self.name = name
         self.instance = f"{name}-{secrets.token_hex(4)}"
-        self.stopping = stopping or asyncio.Event()
+        self.stopping = bus.stopping = stopping or asyncio.Event()
         self.hurry: asyncio.Event | None = None
         self.failed = False
         self.warnings = Warnings()

@@ -339,6 +339,8 @@ class JetStream:
         for seq, message in list(stream.messages.items()):
             if self._loop.now - message.time <= most:
                 break
+            if (message.headers or {}).get("Nats-TTL") == "never":
+                continue
             del stream.messages[seq]
             has_marker = stream.config.get("subject_delete_marker_ttl") and message.data
             if has_marker and stream.last_of(message.subject) is None:

@@ -3,6 +3,7 @@
 Thin wrappers of nats-py's classes that raise only BusError.
 """
 
+import base64
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -19,7 +20,7 @@ from nats.js.api import (
     Tier,
 )
 from nats.js.client import JetStreamContext
-from nats.js.errors import APIError
+from nats.js.errors import APIError, BadObjectMetaError
 from nats.js.kv import KeyValue
 from nats.js.object_store import OBJ_DEFAULT_CHUNK_SIZE
 from nats.js.object_store import ObjectStore as NatsObjectStore
@@ -117,21 +118,31 @@ class Bucket:
 class ObjectStore:
     """A bucket of large objects. `get`, `get_info` and `delete` raise NotFound."""
 
-    def __init__(self, store: NatsObjectStore, client: Client) -> None:
+    def __init__(
+        self, store: NatsObjectStore, client: Client, forget: Callable[[str], Awaitable[object]]
+    ) -> None:
         self._store = store
         self._client = client
+        self._forget = forget
         self.get = raising_bus_errors(store.get)
         self.get_info = raising_bus_errors(store.get_info)
         self.delete = raising_bus_errors(store.delete)
 
     async def put(self, name: str, data: bytes, headers: Mapping[str, str] | None = None) -> None:
-        """Store an object in place of the one of that name; `headers` describe it."""
+        """Store an object in place of the one of that name, even a damaged one.
+
+        `headers` describe it.
+        """
         chunk = min(OBJ_DEFAULT_CHUNK_SIZE, self._client.max_payload // 2)
         options = ObjectMetaOptions(max_chunk_size=chunk)
         known = dict(headers) if headers is not None else None
         meta = ObjectMeta(name=name, headers=known, options=options)
         with bus_errors():
-            await self._store.put(name, data, meta)
+            try:
+                await self._store.put(name, data, meta)
+            except BadObjectMetaError:  # of the former one
+                await self._forget(name)
+                await self._store.put(name, data, meta)
 
 
 class JetStream:
@@ -190,4 +201,10 @@ class JetStream:
     async def object_store(self, bucket: str) -> ObjectStore:
         """An existing object store; raises NotFound."""
         with bus_errors():
-            return ObjectStore(await self.context.object_store(bucket), self._client)
+            store = await self.context.object_store(bucket)
+
+        async def forget(name: str) -> None:
+            described = base64.urlsafe_b64encode(name.encode()).decode()
+            await self.context.purge_stream(f"OBJ_{bucket}", subject=f"$O.{bucket}.M.{described}")
+
+        return ObjectStore(store, self._client, forget)

@@ -21,12 +21,13 @@ from kvmesh.bus.subjects import FAILED, Subjects, name_of
 
 log = logging.getLogger(__name__)
 RECORD = "=since"  # suffix of a record's key; no instance has it
-RECORD_TTL_S = 30 * 86_400.0  # of a killed worker's record where no frontend deletes it
 GONE_S = 600.0  # without a lease, after which a record may go: no instance starts twice
+FAILED_S = 3600.0  # for which a failed start is told
 MOST_LEFT = 16  # records without leases of one name; instances of one name follow each other
 DATED = frozenset((Role.WORKER, Role.PARKED))  # whose age is that of their record
 MAX_BYTES = 512 << 10  # of a card
 MARKER = "Nats-Marker-Reason"  # header of the message by which the server says that a key expired
+STORE_S = 5.0
 _card_decoder = MessageDecoder(Instance)
 
 
@@ -106,6 +107,16 @@ class WorkerAges:
                 found.append(key)
                 of_name[name] -= 1
         return found
+
+
+async def keep(bus: Bus, key: str, data: bytes) -> None:
+    """Store a value in the bucket of instances that does not end with the leases; raises BusError.
+
+    A server ends what is older than a lease, unless its time to live is this one: a longer time
+    counts for nothing.
+    """
+    subject = f"$KV.{bus.subjects.instances_bucket}.{key}"
+    await bus.store(subject, data, STORE_S, {"Nats-TTL": "never"})
 
 
 async def read_cards(bus: Bus, *roles: Role) -> list[Instance]:

@@ -10,7 +10,14 @@ from math import inf
 import msgspec
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery.cards import MARKER, RECORD, MisplacedCard, WorkerAges, decode_card
+from kvmesh.bus.discovery.cards import (
+    FAILED_S,
+    MARKER,
+    RECORD,
+    MisplacedCard,
+    WorkerAges,
+    decode_card,
+)
 from kvmesh.bus.discovery.leases import STATE, LeaseDuration
 from kvmesh.bus.errors import BusError, NotFound, cause
 from kvmesh.bus.log_once import LogOnce
@@ -60,6 +67,7 @@ class Directory:
         self._cards: dict[str, Instance] = {}
         self._named: Counter[tuple[Role, str]] = Counter()  # the cards of each name
         self._ages = WorkerAges()
+        self._failed_starts: dict[str, float] = {}  # by key: when this process read it
         self._plain: set[str] = set()  # keys of readers that take no packs
         self._prefix = f"$KV.{bus.subjects.instances_bucket}."
         self._reader = StreamReader(
@@ -107,6 +115,9 @@ class Directory:
             self._on_record(key.removesuffix(RECORD), message)
             return
         if key.endswith(FAILED):
+            self._failed_starts.pop(key, None)
+            if message.data:
+                self._failed_starts[key] = now
             return
         if not message.data:
             expired = (message.headers or {}).get(MARKER) == "MaxAge"
@@ -168,7 +179,7 @@ class Directory:
         return now - max(others, default=-inf) > self.lease_s / 2
 
     async def delete_left_records(self) -> None:
-        """Delete records of workers that are gone; raises BusError.
+        """Delete records of workers that are gone, and old failed starts; raises BusError.
 
         For processes that may write the keys of other workers. A record that another one has
         deleted meanwhile is left alone, as is that of a worker whose lease the server has.
@@ -176,7 +187,10 @@ class Directory:
         if self._bus.connected_for < self.lease_s:
             return
         bucket = self._bus.bucket(self._bus.subjects.instances_bucket)
-        for key in self._ages.left(asyncio.get_running_loop().time()):
+        now = asyncio.get_running_loop().time()
+        for key in [key for key, since in self._failed_starts.items() if now - since > FAILED_S]:
+            await bucket.delete(key)
+        for key in self._ages.left(now):
             if not self._ages.is_left(key) or await self._is_stored(key):
                 continue
             await bucket.delete(f"{key}{RECORD}")

@@ -16,7 +16,7 @@ from math import inf
 import msgspec
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery.cards import DATED, RECORD, RECORD_TTL_S
+from kvmesh.bus.discovery.cards import DATED, RECORD, keep
 from kvmesh.bus.errors import BusError, Conflict, JetStreamError, NotFound, StorageFull, cause
 from kvmesh.bus.faults import REFUSED
 from kvmesh.bus.messages import Instance, encode
@@ -28,6 +28,7 @@ from kvmesh.bus.ticks import next_tick
 log = logging.getLogger(__name__)
 STATE, REFUSED_STATE = "state", "refused"  # a label of the card, and its value
 RETRY_S = 0.5  # after a renewal that failed
+ROOM_S = 600.0  # to wait for room; a supervisor then starts the process again
 UNREAD_SHARE = 0.8  # of a lease: within it, the next renewal reaches the server in time
 
 
@@ -102,7 +103,7 @@ class Lease:
 
     async def open(self) -> None:
         """Join. `started` of the card becomes the server's time: the later of two instances counts,
-        and the clocks of their machines may differ. Waits while the bucket is full.
+        and the clocks of their machines may differ. Waits ROOM_S while the bucket is full.
         """
         await self._duration.refresh()
         await self._enter()
@@ -113,15 +114,18 @@ class Lease:
         self._task = asyncio.create_task(self._renew_until_closed(), name="lease")
 
     async def _enter(self) -> None:
-        told = False
+        now, ends = asyncio.get_running_loop().time, 0.0
         while True:
             try:
                 return await self._renew()
             except StorageFull as error:
-                if not told:
+                if not ends:
                     log.warning("cannot join the mesh yet, waiting for room: %s", cause(error))
-                told = True
-                await asyncio.sleep(RETRY_S)
+                    ends = now() + ROOM_S
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._bus.stopping.wait(), RETRY_S)
+                if self._bus.stopping.is_set() or now() > ends:
+                    raise
 
     def _on_faults(self, kind: str, _: Mapping[str, str]) -> None:
         if kind == REFUSED:
@@ -223,8 +227,13 @@ class Lease:
     async def _record(self, key: str) -> None:
         """Store the record of this process's age, unless it is there and only the lease is lost."""
         try:
-            bucket = self._bus.bucket(self._bus.subjects.instances_bucket)
-            await bucket.create(key, b"", msg_ttl=RECORD_TTL_S)
+            await self._bus.bucket(self._bus.subjects.instances_bucket).get(key)
+        except NotFound:
+            await self._keep(key)
+
+    async def _keep(self, key: str) -> None:
+        try:
+            await keep(self._bus, key, b"")
         except JetStreamError as error:  # a bucket of an earlier release may know no such TTL
             log.debug("no new record at %s: %s", key, cause(error))
 

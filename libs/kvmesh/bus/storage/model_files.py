@@ -81,14 +81,11 @@ def unpack(archive: bytes) -> dict[str, bytes]:
 
 
 async def publish_model(bus: Bus, folder: Path) -> str:
-    """Store the files of `folder` unless they are stored already; returns their digest."""
+    """Store the files of `folder` unless they are stored whole already; returns their digest."""
     archive = await asyncio.to_thread(pack, folder)
     digest = hashlib.sha256(archive).hexdigest()
-    store = await bus.js.object_store(bus.subjects.model_bucket)
-    try:
-        await store.get_info(digest)
-    except NotFound:
-        await store.put(digest, archive)
+    if not await ObjectBucket(bus, bus.subjects.model_bucket).is_complete(digest):
+        await (await bus.js.object_store(bus.subjects.model_bucket)).put(digest, archive)
     return digest
 
 
@@ -96,7 +93,7 @@ def keep_model(bus: Bus, folder: Path, digest: str) -> None:
     """Publish the files of `folder`, whose digest a card names, again whenever they are missing."""
 
     async def restore() -> None:
-        if await _is_stored(bus, digest):
+        if await ObjectBucket(bus, bus.subjects.model_bucket).is_complete(digest):
             return
         published = await publish_model(bus, folder)
         if published != digest:
@@ -105,14 +102,6 @@ def keep_model(bus: Bus, folder: Path, digest: str) -> None:
             log.info("published the lost files of the model in %s again", folder)
 
     keeper_of(bus).restore("the files of the model", restore)
-
-
-async def _is_stored(bus: Bus, digest: str) -> bool:
-    try:
-        await ObjectBucket(bus, bus.subjects.model_bucket).find(digest)
-    except NotFound:
-        return False
-    return True
 
 
 async def fetch_model(bus: Bus, digest: str) -> dict[str, bytes]:

@@ -77,6 +77,14 @@ class ObjectBucket:
             raise NotFound(f"there is no object {name}")
         return obj
 
+    async def is_complete(self, name: str) -> bool:
+        """True if an object and all its parts are there."""
+        try:
+            obj = await self.find(name)
+        except NotFound:
+            return False
+        return (await self._parts(obj.nuid)).get(obj.nuid, 0) == obj.parts
+
     async def complete(self) -> dict[str, StoredObject]:
         """All objects whose parts are there, by name."""
         found: dict[str, StoredObject] = {}
@@ -232,12 +240,12 @@ class ObjectBucket:
                 removed += 1
         return removed
 
-    async def _parts(self) -> dict[str, int]:
-        """The number of parts under each random name."""
+    async def _parts(self, of: str = ">") -> dict[str, int]:
+        """The number of parts under each random name, or under one."""
         prefix = f"$O.{self._bucket}.C."
         found: dict[str, int] = {}
         while True:
-            query = json.dumps({"subjects_filter": f"{prefix}>", "offset": len(found)})
+            query = json.dumps({"subjects_filter": f"{prefix}{of}", "offset": len(found)})
             call = f"{self._bus.js.prefix}.STREAM.INFO.{self._stream}"
             with bus_errors(call):
                 reply = await self._bus.client.request(call, query.encode(), timeout=API_S)

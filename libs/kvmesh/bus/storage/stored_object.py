@@ -10,7 +10,7 @@ from msgspec import Struct
 from kvmesh.bus.errors import ObjectUnreadable
 
 log = logging.getLogger(__name__)
-_PARTS_NAME = re.compile(r"[A-Za-z0-9_-]+")  # one token of a subject, without wildcards
+PARTS_NAME = re.compile(r"[A-Za-z0-9_-]+")  # one token of a subject, without wildcards
 
 
 class ObjectDescription(Struct, omit_defaults=True):
@@ -61,7 +61,7 @@ def described(data: bytes, version: int, stored: float) -> StoredObject | None:
         return None
     if found.deleted:
         return None
-    if not _PARTS_NAME.fullmatch(found.nuid) or found.size < 0:
+    if not PARTS_NAME.fullmatch(found.nuid) or found.size < 0:
         log.warning("ignored the description of an object with parts under %.40r", found.nuid)
         return None
     return StoredObject(found.name, found.nuid, found.size, found.chunks, version, stored)

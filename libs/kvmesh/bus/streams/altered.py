@@ -25,11 +25,13 @@ class FoundStream(Struct):
     retention: str = "limits"
     discard: str = "old"
     max_age: int = 0  # ns
+    max_bytes: int = -1
     max_msgs: int = -1
     max_msg_size: int = -1
     sealed: bool = False
     no_ack: bool = False
     mirror: object | UnsetType = UNSET
+    sources: list[object] | None = None
     subject_transform: object | UnsetType = UNSET
 
     @property
@@ -72,6 +74,8 @@ def harm(has: FoundStream) -> Iterator[str]:
         yield f"does not store messages on {has.needed_subject}: {REMAKE}"
     if has.retention != "limits":
         yield f"drops messages once they are read (retention {has.retention}): {REMAKE}"
+    if has.sources:
+        yield "takes in what others have stored, such as removed keys: remove its sources"
     if has.no_ack:
         yield "acknowledges nothing: set no_ack to false"
     if has.subject_transform is not UNSET:

@@ -12,18 +12,22 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from math import inf
+from typing import NoReturn
 
 import msgspec
 from msgspec import Raw, Struct
 from nats.js.api import StreamConfig
+from nats.js.errors import APIError
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.translation import bus_errors
 from kvmesh.bus.errors import (
     BusError,
-    JetStreamError,
+    JetStreamUnavailable,
     MalformedReply,
+    NoResponder,
     NotPermitted,
+    ServerUnfit,
     cause,
 )
 from kvmesh.bus.streams import altered
@@ -33,6 +37,8 @@ from kvmesh.bus.streams.configuration import (
     ensure_stream,
     replica_limit,
 )
+from kvmesh.bus.streams.preparation import why_not_ready
+from kvmesh.bus.streams.server_check import absence, explained_refusal
 from kvmesh.bus.ticks import next_tick
 
 log = logging.getLogger(__name__)
@@ -92,6 +98,7 @@ class _Info(Struct):
 class _Names(Struct):
     total: int = 0
     streams: list[str] | None = None
+    error: _Error | None = None
 
 
 _info_decoder = msgspec.json.Decoder(_Info)
@@ -109,6 +116,8 @@ async def stream_names(bus: Bus) -> set[str]:
             page = _names_decoder.decode(reply.data)
         except msgspec.MsgspecError as error:
             raise MalformedReply(subject, error) from error
+        if page.error is not None:  # no list is no proof that streams are missing
+            _raise(page.error)
         found.update(page.streams or ())
         if not page.streams or len(found) >= page.total:
             return found
@@ -145,6 +154,7 @@ class StreamKeeper:
         self._there_since: dict[str, float] = {}  # by stream: the connection that has shown it
         self._looks_due = 0
         self._readers = 0
+        self._unready: list[str] = []  # the reasons of the checks that have failed in a row
         self._tells = False
         self._making = asyncio.Lock()
         self._made_at = 0.0
@@ -192,6 +202,11 @@ class StreamKeeper:
                 try:
                     async with asyncio.timeout(PASS_S):
                         await self._check()
+                    self._unready.clear()
+                except (JetStreamUnavailable, NoResponder) as error:
+                    answers = isinstance(error, JetStreamUnavailable)
+                    reason = why_not_ready(error) if answers else absence(self._bus)
+                    self._unready = [*self._unready[-1:], reason]
                 except (BusError, TimeoutError) as error:
                     log.debug("streams not checked: %s", cause(error))
                 warn("missing_stream", {**self._altered, **self._absent})
@@ -234,7 +249,7 @@ class StreamKeeper:
                 absent[name] = f"stream {name} is missing: {reason}"
         self._absent, self._made_at = absent, _now()
         self._looks_due -= 1
-        if missing or self._looks_due <= 0:
+        if missing or self._altered or self._looks_due <= 0:
             # together: each alone would wake this process and the server
             await asyncio.gather(*(self._look(name) for name in self._bus.specs))
             seldom = max(OTHERS_CHECKS, self._readers // READERS_PER_LOOK)
@@ -274,6 +289,8 @@ class StreamKeeper:
         except (NotPermitted, StreamMissing):
             self._may_create = False
             return "only frontends and operators may create it"
+        except ServerUnfit as error:
+            return cause(error)
         except BusError as error:
             return f"it cannot be created: {cause(error)}"
         if seen is not None:
@@ -283,10 +300,11 @@ class StreamKeeper:
         return ""
 
     async def _create(self, name: str, config: Raw) -> None:
-        reply = await self._request(f"{self._bus.js.prefix}.STREAM.CREATE.{name}", bytes(config))
-        if reply.error is not None and reply.error.err_code != EXISTS:
-            error = reply.error
-            raise JetStreamError(error.description, error.code, error.err_code)
+        subject = f"{self._bus.js.prefix}.STREAM.CREATE.{name}"
+        async with explained_refusal(self._bus, name, altered.decoder.decode(config).max_bytes):
+            reply = await self._request(subject, bytes(config))
+            if reply.error is not None and reply.error.err_code != EXISTS:
+                _raise(reply.error)
 
     async def _look(self, name: str) -> None:
         """Note a stream's configuration and state, and a loss of what it held."""
@@ -340,14 +358,26 @@ class StreamKeeper:
                 yield name, text
 
     def _not_stored(self) -> Iterator[tuple[str, str]]:
+        if len(self._unready) > 1:  # an election is shorter
+            yield "", f"JetStream stores nothing: {self._unready[-1]}"
+            return
+        away = "most of its servers may be away; or " if self._bus.is_clustered else ""
         for name in self._bus.acks.silent(_now()):
-            yield (
-                name,
-                f"NATS does not acknowledge what is stored in {name}: its disk may be full, or"
-                " was; once it has space, restart NATS",
-            )
+            if name not in self._absent and name not in self._altered:
+                yield (
+                    name,
+                    f"NATS does not acknowledge what is stored in {name}: {away}its disk may be"
+                    " full, or was; once it has space, restart NATS",
+                )
         for name, reason in self._bus.acks.refused(_now()):
             yield name, f"NATS refuses what is stored in {name}: {reason}"
+
+
+def _raise(error: _Error) -> NoReturn:
+    """Raise the bus's error for one in a reply."""
+    with bus_errors():
+        APIError.from_error(msgspec.structs.asdict(error))
+    raise AssertionError
 
 
 def _now() -> float:

@@ -12,6 +12,7 @@ from kvmesh.bus.errors import (
     BusTimeout,
     JetStreamError,
     JetStreamUnavailable,
+    OutOfReach,
     ServerUnfit,
     cause,
 )
@@ -37,8 +38,9 @@ async def prepare_streams(
 ) -> list[Difference]:
     """Return once the streams exist, with their differences from `limits`.
 
-    Retries until cancelled while the server or the cluster is not ready, or a frontend has not made
-    the streams yet, and calls `waits` before the first time. Raises ServerUnfit.
+    Retries until cancelled while the server or the cluster is not ready, the link to it is down, or
+    a frontend has not made the streams yet, and calls `waits` before the first time. Raises
+    ServerUnfit.
     """
     backoff, failing = Backoff(FIRST_DELAY_S, MAX_DELAY_S), False
     missing = _MissingStreams()
@@ -47,14 +49,16 @@ async def prepare_streams(
             domain = await check_server(bus)
             founds = await founds_mesh(bus, domain)
             found = await ensure_streams(bus, limits)
-        except ServerUnfit:
-            raise
         except StreamMissing as error:
             if missing.since is None:
                 waits()
             missing.note(error)
             await asyncio.sleep(MISSING_DELAY_S)
         except BusError as error:
+            if isinstance(error, ServerUnfit) and not (
+                bus.patient and isinstance(error, OutOfReach)
+            ):
+                raise
             if not failing:
                 waits()
                 log.warning("JetStream is not ready yet, retrying: %s", why_not_ready(error))

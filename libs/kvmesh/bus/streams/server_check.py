@@ -22,6 +22,7 @@ from kvmesh.bus.errors import (
     JetStreamError,
     JetStreamUnavailable,
     NotFound,
+    OutOfReach,
     ServerUnfit,
 )
 
@@ -80,7 +81,7 @@ async def check_server(bus: Bus) -> str:
         absent = isinstance(error, JetStreamUnavailable) and error.code == 503
         # no process listens on JetStream's subjects; in a cluster, one may soon
         if absent and error.err_code is None and not bus.is_clustered:
-            raise ServerUnfit(_absence(bus)) from error
+            raise (ServerUnfit if bus.js.is_own else OutOfReach)(absence(bus)) from error
         if error.err_code == NOT_FOR_ACCOUNT:
             advice = ADVICE[NOT_FOR_ACCOUNT]
             raise ServerUnfit(f"the NATS account has no JetStream: {advice}") from error
@@ -116,9 +117,13 @@ def _place_of_payload(bus: Bus) -> str:
     return "the limits of the account (`payload` in its JWT or the user's)"
 
 
-def _absence(bus: Bus) -> str:
+def absence(bus: Bus) -> str:
+    """The reason why no JetStream answers, with the setting."""
     if not bus.js.is_own:
-        return f"no JetStream answers under {bus.js.prefix}: check nats.domain and nats.api_prefix"
+        return (
+            f"no JetStream answers under {bus.js.prefix}: this server's link to it is down, or"
+            " nats.domain or nats.api_prefix is wrong"
+        )
     if not bus.client.server_has_jetstream:
         return (
             f"the NATS server runs without JetStream: add {JETSTREAM} to its configuration, or at"

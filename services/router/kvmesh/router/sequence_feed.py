@@ -16,6 +16,7 @@ import msgspec
 from kvmesh.bus.client import Bus, RawMessage, Subscription
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import SeqBatch, SeqEvent, SeqFree
+from kvmesh.bus.packs import EMPTY
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import untoken
 from kvmesh.router.state.sequence_decoding import sequence_batch
@@ -102,6 +103,8 @@ class SequenceFeed:
 
 
 def _decoded(subject: str, data: bytes) -> SeqBatch | None:
+    if data == EMPTY:  # by which `kvmesh doctor` probes the subject; no stream stores it
+        return None
     try:
         return sequence_batch(data)
     except msgspec.MsgspecError as error:

@@ -58,10 +58,9 @@ CHECKS: dict[str, Check] = {
 }
 # What an operator does about a fault that names no remedy of its own.
 ACTIONS = {
-    "server": "set the server's limits as docs/nats.md says, and restart it",
     "answers": "look at the log of nats-server; in a cluster, start the servers that are missing",
     "version": "upgrade nats-server, one server after the other",
-    "streams": "restart a process of the mesh, which creates what is missing",
+    "streams": "processes create what is missing within 20 s: their warnings say why they cannot",
     "peers": "start that server again, or remove it from the cluster",
     "limits": "raise the limit in the server's or account's configuration, or remove connections",
     "clocks": "run an NTP client, such as chrony, on that machine",

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import NotFound, ObjectUnreadable
+from kvmesh.bus.storage.stored_object import PARTS_NAME
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.indexer.snapshots.snapshot import DamagedSnapshot
 
@@ -64,10 +65,12 @@ class SnapshotStore:
             return None
         except ObjectUnreadable:
             return Slot(name, -1, "", 0)
+        if not (PARTS_NAME.fullmatch(str(info.nuid)) and isinstance(info.size, int)):
+            return Slot(name, -1, "", 0)
         headers = info.headers or {}
         covered, stored = int(_number(headers, COVERED, -1)), _number(headers, STORED, 0)
         created = str(headers.get(STREAM_CREATED, ""))
-        return Slot(name, covered, info.nuid or "", info.size or 0, stored, created)
+        return Slot(name, covered, info.nuid, info.size, stored, created)
 
     async def read(self, slot: Slot) -> bytes:
         """The bytes of a snapshot; raises DamagedSnapshot if some are missing.
