@@ -25,6 +25,7 @@ from tempfile import TemporaryFile
 from typing import IO, NamedTuple
 
 from kvmesh.settings.load import variables
+from support.wait import PATIENCE_S
 
 PROGRAM = "kvmesh.cli.main"
 # What services and the commands of most tests import; none of them starts a thread.
@@ -32,7 +33,14 @@ IMPORTED = (
     *("kvmesh.cli.registry", "kvmesh.cli.flags", "kvmesh.cli.references.foreign_flags"),
     *(
         f"kvmesh.cli.commands.{name}"
-        for name in ("run.service", "look.status", "look.plan", "operate.keys", "operate.fleet")
+        for name in (
+            "run.service",
+            "run.up",
+            "look.status",
+            "look.plan",
+            "operate.keys",
+            "operate.fleet",
+        )
     ),
     *("kvmesh.cli.bus_session", "kvmesh.cli.status.report", "kvmesh.cli.status.view"),
     *(
@@ -55,12 +63,17 @@ class Fork:
     """A running `kvmesh` process; the methods are those of `subprocess.Popen`."""
 
     def __init__(
-        self, arguments: Sequence[str], env: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes]
+        self,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        stdout: IO[bytes],
+        stderr: IO[bytes],
+        cwd: Path | None = None,
     ) -> None:
         self.args = [*arguments]
         self.returncode: int | None = None
         self._lock = threading.Lock()
-        order = _Order(self.args, {**env}, os.getcwd())
+        order = _Order(self.args, {**env}, str(cwd or Path.cwd()))
         self.pid = _server().fork(order, stdout.fileno(), stderr.fileno())
 
     def poll(self) -> int | None:
@@ -94,21 +107,28 @@ Process = subprocess.Popen[bytes] | Fork
 
 
 def start(
-    arguments: Sequence[str], env: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes]
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    stdout: IO[bytes],
+    stderr: IO[bytes],
+    cwd: Path | None = None,
 ) -> Process:
     """Start a `kvmesh` command; only a new interpreter finds modules that `env` adds."""
     if env.get("PYTHONPATH") == os.environ.get("PYTHONPATH"):
-        return Fork(arguments, env, stdout, stderr)
+        return Fork(arguments, env, stdout, stderr, cwd)
     command = [sys.executable, "-m", PROGRAM, *arguments]
-    return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr)
+    return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, cwd=cwd)
 
 
 def run(
-    arguments: Sequence[str], env: Mapping[str, str], timeout: float
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    timeout: float = PATIENCE_S,
+    cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a `kvmesh` command to its end; raises TimeoutExpired after `timeout` seconds."""
     with TemporaryFile() as stdout, TemporaryFile() as stderr:
-        process = Fork(arguments, env, stdout, stderr)
+        process = Fork(arguments, env, stdout, stderr, cwd)
         try:
             status = process.wait(timeout)
         except subprocess.TimeoutExpired:
