@@ -60,7 +60,10 @@ class _Order(NamedTuple):
 
 
 class Fork:
-    """A running `kvmesh` process; the methods are those of `subprocess.Popen`."""
+    """A running `kvmesh` process; the methods are those of `subprocess.Popen`.
+
+    With `stdin` it has a session of its own.
+    """
 
     def __init__(
         self,
@@ -69,12 +72,14 @@ class Fork:
         stdout: IO[bytes],
         stderr: IO[bytes],
         cwd: Path | None = None,
+        stdin: IO[bytes] | None = None,
     ) -> None:
         self.args = [*arguments]
         self.returncode: int | None = None
         self._lock = threading.Lock()
         order = _Order(self.args, {**env}, str(cwd or Path.cwd()))
-        self.pid = _server().fork(order, stdout.fileno(), stderr.fileno())
+        files = [each.fileno() for each in (stdout, stderr, stdin) if each]
+        self.pid = _server().fork(order, *files)
 
     def poll(self) -> int | None:
         with self._lock:
@@ -160,12 +165,12 @@ class _Server:
         self._socket.close()
         self._process.wait()
 
-    def fork(self, order: _Order, *outputs: int) -> int:
-        """Start a process with these standard outputs; returns its id."""
+    def fork(self, order: _Order, *files: int) -> int:
+        """Start a process with these as stdout, stderr and perhaps stdin; returns its id."""
         with self._lock:
             _adopt(True)  # the process between, which the server forks, ends at once
             try:
-                socket.send_fds(self._socket, [json.dumps(order).encode()], outputs)
+                socket.send_fds(self._socket, [json.dumps(order).encode()], files)
                 answer = self._socket.recv(MOST_BYTES)
             finally:
                 _adopt(False)
@@ -186,7 +191,7 @@ def _adopt(orphans: bool) -> None:
 def _serve(requests: socket.socket) -> _Order:
     """Fork a process for each order; returns the order in the new process."""
     while True:
-        message, outputs, _, _ = socket.recv_fds(requests, MOST_BYTES, 2)
+        message, files, _, _ = socket.recv_fds(requests, MOST_BYTES, 3)
         if not message:
             sys.exit()
         reader, writer = os.pipe()
@@ -201,14 +206,16 @@ def _serve(requests: socket.socket) -> _Order:
         os.close(writer)
         with open(reader, "rb") as answer:
             requests.send(answer.read())
-        for output in outputs:
-            os.close(output)
+        for file in files:
+            os.close(file)
     os.close(reader)
     os.close(writer)
     requests.close()
-    for number, output in enumerate(outputs, start=1):
-        os.dup2(output, number)
-        os.close(output)
+    if len(files) == 3:
+        os.setsid()
+    for file, number in zip(files, (1, 2, 0), strict=False):
+        os.dup2(file, number)
+        os.close(file)
     return _Order(*json.loads(message))
 
 
