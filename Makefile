@@ -43,19 +43,21 @@ $(BUILT): pyproject.toml $(NATIVE)
 	$(STEP) "installing kvmesh and its packages, compiling its native part" $(PIP) --editable '.[dashboard]'
 	touch $@
 
-# The torch engine runs in the tests; `make up` does not need it.
+# The torch engine runs in the tests; `make up` does not need it. pip does not compile these packages,
+# of which the tests import a part.
 $(ENGINES): pyproject.toml $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(STEP) "installing torch" $(PIP) $(TORCH)
-	$(STEP) "installing kvmesh and the packages of its tests" $(PIP) --editable '.[dev,torch]'
+	$(STEP) "installing torch" $(PIP) --no-compile $(TORCH)
+	$(STEP) "installing kvmesh and the packages of its tests" $(PIP) --no-compile --editable '.[dev,torch]'
 	touch $(BUILT) $@
 
 up: setup  ## run a mesh on this machine (ARGS=…)
 	@exec $(BIN)/kvmesh up $(ARGS)
 
 # Tests that wait for processes leave half of two cores to those that compute, which yield to them.
-# `fidelity` compares times and runs alone.
-test: lint .prometheus/.installed  ## all checks that a change must pass
+# `fidelity` compares times and runs alone. apt installs the browser while pip installs packages.
+test:  ## all checks that a change must pass
+	$(MAKE) --jobs 2 lint chromium
 	$(MAKE) --jobs 3 --output-sync=target waiting computing
 	$(MAKE) fidelity
 
@@ -87,7 +89,7 @@ mesh: PARALLEL := --numprocesses 4 --dist loadfile
 
 # Debian's browser; without it, the tests of the dashboard are skipped.
 .PHONY: chromium
-chromium:
+chromium: .prometheus/.installed
 	command -v chromium > /dev/null || { { timeout 300 apt-get install -y -qq chromium || \
 	  { timeout 300 apt-get update -qq && timeout 300 apt-get install -y -qq chromium; }; } > /dev/null 2>&1; } || echo "no Chromium: its tests are skipped"
 
