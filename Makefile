@@ -55,7 +55,8 @@ up: setup  ## run a mesh on this machine (ARGS=…)
 	@exec $(BIN)/kvmesh up $(ARGS)
 
 # Tests that wait for processes leave half of two cores to those that compute, which yield to them.
-# `fidelity` compares times and runs alone. apt installs the browser while pip installs packages.
+# `fidelity` compares times and runs beside no other part; its two meshes mostly wait. apt installs the
+# browser while pip installs packages.
 test:  ## all checks that a change must pass
 	$(MAKE) --jobs 2 lint chromium
 	$(MAKE) --jobs 3 --output-sync=target waiting computing
@@ -76,7 +77,7 @@ lint: $(ENGINES)  ## format and rules
 types: $(ENGINES)  ## mypy
 	$(STEP) "checking types" $(BIN)/mypy
 
-unit clients chaos: PARALLEL := --numprocesses 2 --dist loadfile
+unit clients chaos fidelity: PARALLEL := --numprocesses 2 --dist loadfile
 mesh: PARALLEL := --numprocesses 4 --dist loadfile
 
 # Debian's package, unpacked here unless it is installed; without it, the tests of rules and boards are skipped.
