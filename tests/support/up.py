@@ -112,10 +112,12 @@ class Up:
         assert self.status is not None
         return self.status
 
-    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def command(
+        self, *arguments: str, timeout: float = PATIENCE_S
+    ) -> subprocess.CompletedProcess[str]:
         """Run a `kvmesh` subcommand on this mesh to its end."""
         mesh = ("--nats", self.nats_url, "--nats-token-file", str(self.token_file))
-        return forks.run([*arguments, *mesh], os.environ)
+        return forks.run([*arguments, *mesh], os.environ, timeout)
 
     def close(self) -> None:
         if self._process is not None and self._process.poll() is None:
