@@ -26,6 +26,7 @@ CORES ?= -O0
 # tests do not change there. Status 1 says that tests failed; others say that pytest did.
 PYTEST = $(BIN)/pytest -q $(if $(CI),--hypothesis-profile repeatable) -o cache_dir=.pytest_cache/$@ $(PARALLEL)
 AGAIN = $(PYTEST) --last-failed --last-failed-no-failures none
+UNIT := unit-a-f unit-g-z
 SOURCES := $(shell find libs services tools -name '*.py')
 
 # The tests start hundreds of processes, which would compile every module anew.
@@ -34,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## list the targets
 	@sed -n 's/^\([a-z][a-z -]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 58
 
-.PHONY: help setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench servers agents load-generators parsers sglang vllm vllm-next vllm-changes streams readers containers wheels sanitize kubernetes docs clean
+.PHONY: help setup up test waiting computing lint types unit $(UNIT) compiled simulation mesh clients chaos fidelity browser soak bench servers agents load-generators parsers sglang vllm vllm-next vllm-changes streams readers containers wheels sanitize kubernetes docs clean
 
 setup: $(BUILT)  ## only install
 
@@ -77,7 +78,7 @@ lint: $(ENGINES)  ## format and rules
 types: $(ENGINES)  ## mypy
 	$(STEP) "checking types" $(BIN)/mypy
 
-unit clients chaos fidelity: PARALLEL := --numprocesses 2 --dist loadfile
+clients chaos fidelity: PARALLEL := --numprocesses 2 --dist loadfile
 mesh: PARALLEL := --numprocesses 4 --dist loadfile
 
 # Debian's package, unpacked here unless it is installed; without it, the tests of rules and boards are skipped.
@@ -108,10 +109,17 @@ browser: chromium
 
 clients: .clients/.installed
 
-unit mesh: .prometheus/.installed
+mesh $(UNIT): .prometheus/.installed
 
-unit simulation mesh clients chaos fidelity browser: $(ENGINES)  ## one part of the tests
-	$(PYTEST) tests/$@ $(if $(CI),|| { test $$? = 1 && $(AGAIN) tests/$@; })
+# In halves, since each process of pytest-xdist imports all tests, a tenth of what they cost.
+unit: $(ENGINES)  ## unit tests
+	$(MAKE) --jobs 2 --output-sync=target $(UNIT)
+
+$(UNIT): TESTS = $(@:unit-%=tests/unit/[%]*)
+TESTS = tests/$@
+simulation mesh clients chaos fidelity browser: $(ENGINES)  ## one part of the tests
+simulation mesh clients chaos fidelity browser $(UNIT):
+	$(PYTEST) $(TESTS) $(if $(CI),|| { test $$? = 1 && $(AGAIN) $(TESTS); })
 
 # The secured mesh and refused subjects, on the newest server of each of these lines.
 servers: $(ENGINES)  ## permissions on each line of nats-server
