@@ -26,6 +26,7 @@ CORES ?= -O0
 # tests do not change there. Status 1 says that tests failed; others say that pytest did.
 PYTEST = $(BIN)/pytest -q $(if $(CI),--hypothesis-profile repeatable) -o cache_dir=.pytest_cache/$@ $(PARALLEL)
 AGAIN = $(PYTEST) --last-failed --last-failed-no-failures none
+UNIT := unit-a-f unit-g-z
 SOURCES := $(shell find libs services tools -name '*.py')
 
 # The tests start hundreds of processes, which would compile every module anew.
@@ -34,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## list the targets
 	@sed -n 's/^\([a-z][a-z -]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 58
 
-.PHONY: help setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench servers agents load-generators parsers sglang vllm vllm-next vllm-changes streams readers containers wheels sanitize kubernetes docs clean
+.PHONY: help setup up test waiting computing lint types unit $(UNIT) compiled simulation mesh clients chaos fidelity browser soak bench servers agents load-generators parsers sglang vllm vllm-next vllm-changes streams readers containers wheels sanitize kubernetes docs clean
 
 setup: $(BUILT)  ## only install
 
@@ -43,19 +44,22 @@ $(BUILT): pyproject.toml $(NATIVE)
 	$(STEP) "installing kvmesh and its packages, compiling its native part" $(PIP) --editable '.[dashboard]'
 	touch $@
 
-# The torch engine runs in the tests; `make up` does not need it.
+# The torch engine runs in the tests; `make up` does not need it. pip does not compile these packages,
+# of which the tests import a part.
 $(ENGINES): pyproject.toml $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(STEP) "installing torch" $(PIP) $(TORCH)
-	$(STEP) "installing kvmesh and the packages of its tests" $(PIP) --editable '.[dev,torch]'
+	$(STEP) "installing torch" $(PIP) --no-compile $(TORCH)
+	$(STEP) "installing kvmesh and the packages of its tests" $(PIP) --no-compile --editable '.[dev,torch]'
 	touch $(BUILT) $@
 
 up: setup  ## run a mesh on this machine (ARGS=…)
 	@exec $(BIN)/kvmesh up $(ARGS)
 
 # Tests that wait for processes leave half of two cores to those that compute, which yield to them.
-# `fidelity` compares times and runs alone.
-test: lint .prometheus/.installed  ## all checks that a change must pass
+# `fidelity` compares times and runs beside no other part; its two meshes mostly wait. apt installs the
+# browser while pip installs packages.
+test:  ## all checks that a change must pass
+	$(MAKE) --jobs 2 lint chromium
 	$(MAKE) --jobs 3 --output-sync=target waiting computing
 	$(MAKE) fidelity
 
@@ -74,7 +78,7 @@ lint: $(ENGINES)  ## format and rules
 types: $(ENGINES)  ## mypy
 	$(STEP) "checking types" $(BIN)/mypy
 
-unit clients chaos: PARALLEL := --numprocesses 2 --dist loadfile
+clients chaos fidelity: PARALLEL := --numprocesses 2 --dist loadfile
 mesh: PARALLEL := --numprocesses 4 --dist loadfile
 
 # Debian's package, unpacked here unless it is installed; without it, the tests of rules and boards are skipped.
@@ -87,7 +91,7 @@ mesh: PARALLEL := --numprocesses 4 --dist loadfile
 
 # Debian's browser; without it, the tests of the dashboard are skipped.
 .PHONY: chromium
-chromium:
+chromium: .prometheus/.installed
 	command -v chromium > /dev/null || { { timeout 300 apt-get install -y -qq chromium || \
 	  { timeout 300 apt-get update -qq && timeout 300 apt-get install -y -qq chromium; }; } > /dev/null 2>&1; } || echo "no Chromium: its tests are skipped"
 
@@ -105,10 +109,17 @@ browser: chromium
 
 clients: .clients/.installed
 
-unit mesh: .prometheus/.installed
+mesh $(UNIT): .prometheus/.installed
 
-unit simulation mesh clients chaos fidelity browser: $(ENGINES)  ## one part of the tests
-	$(PYTEST) tests/$@ $(if $(CI),|| { test $$? = 1 && $(AGAIN) tests/$@; })
+# In halves, since each process of pytest-xdist imports all tests, a tenth of what they cost.
+unit: $(ENGINES)  ## unit tests
+	$(MAKE) --jobs 2 --output-sync=target $(UNIT)
+
+$(UNIT): TESTS = $(@:unit-%=tests/unit/[%]*)
+TESTS = tests/$@
+simulation mesh clients chaos fidelity browser: $(ENGINES)  ## one part of the tests
+simulation mesh clients chaos fidelity browser $(UNIT):
+	$(PYTEST) $(TESTS) $(if $(CI),|| { test $$? = 1 && $(AGAIN) $(TESTS); })
 
 # The secured mesh and refused subjects, on the newest server of each of these lines.
 servers: $(ENGINES)  ## permissions on each line of nats-server

@@ -1,5 +1,6 @@
 """Options, Hypothesis settings and failure reports of all tests."""
 
+import gc
 import os
 from collections.abc import Generator
 
@@ -31,6 +32,17 @@ os.environ.pop("CI", None)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seeds", type=int, default=20, help="number of simulation seeds to run")
     parser.addoption("--seed", type=int, help="run only this simulation seed and print its log")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Spare the garbage collector the modules and tests, which live to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

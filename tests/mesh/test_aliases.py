@@ -1,14 +1,14 @@
 """`kvmesh model alias`: several models under one name, in a running mesh."""
 
 import json
+import os
 import re
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from support import forks
 from support.up import Up
 from support.wait import PATIENCE_S, eventually
 
@@ -24,18 +24,11 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     up.close()
 
 
-def command(up: Up, *arguments: str) -> list[str]:
+def other_worker(up: Up) -> forks.Process:
     mesh = ("--nats", up.nats_url, "--nats-token-file", str(up.token_file))
-    return [sys.executable, "-m", "kvmesh.cli.main", *arguments, *mesh]
-
-
-def run(up: Up, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(up, *arguments), capture_output=True, text=True, check=False)
-
-
-def other_worker(up: Up) -> subprocess.Popen[bytes]:
-    arguments = command(up, "worker", "--name", "other-0", "--served-name", "other")
-    return subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    arguments = ["worker", "--name", "other-0", "--served-name", "other", *mesh]
+    with (up.folder / "other.log").open("wb") as log:
+        return forks.start(arguments, os.environ, log, log)
 
 
 def get(up: Up, path: str) -> dict[str, object]:
@@ -71,7 +64,7 @@ def counted(up: Up) -> dict[str, int]:
 
 def served(up: Up) -> dict[str, int]:
     """The requests of each model of the alias."""
-    report = json.loads(run(up, "model", "alias", "--json").stdout)
+    report = json.loads(up.command("model", "alias", "--json").stdout)
     return {model["model"]: model["requests"] for model in report[0]["models"]}
 
 
@@ -80,7 +73,7 @@ async def test_an_alias_from_its_first_day_to_its_last(up: Up) -> None:
     other = other_worker(up)
     try:
         await eventually(lambda: "other" in str(get(up, "/v1/models")))
-        result = run(up, "model", "alias", "chat=kvmesh-demo:50,other:50")
+        result = up.command("model", "alias", "chat=kvmesh-demo:50,other:50")
         assert result.stdout == "chat is kvmesh-demo:50,other:50\n", result.stderr
         await eventually(lambda: '"chat"' in json.dumps(get(up, "/v1/models")))
         assert get(up, "/v1/models/chat")["id"] == "chat"
@@ -102,10 +95,10 @@ async def test_an_alias_from_its_first_day_to_its_last(up: Up) -> None:
         holders = {each["name"] for each in cleared["instances"]}
         assert {"worker-0", "other-0"} <= holders
 
-        status = run(up, "status").stdout
+        status = up.command("status").stdout
         assert "50.0%" in status
-        assert run(up, "model", "alias", "chat=kvmesh-demo:100,other:0").returncode == 0
-        assert run(up, "model", "alias", "chat", "--back").stdout == (
+        assert up.command("model", "alias", "chat=kvmesh-demo:100,other:0").returncode == 0
+        assert up.command("model", "alias", "chat", "--back").stdout == (
             "chat is kvmesh-demo:50,other:50\n"
         )
     finally:
@@ -116,7 +109,7 @@ async def test_an_alias_from_its_first_day_to_its_last(up: Up) -> None:
     for session in SESSIONS:
         ask(up, session)  # the model that is left serves all
     assert served(up)["other"] == before
-    assert run(up, "model", "alias", "chat", "--remove").returncode == 0
+    assert up.command("model", "alias", "chat", "--remove").returncode == 0
     await eventually(lambda: '"chat"' not in json.dumps(get(up, "/v1/models")))
     with pytest.raises(urllib.error.HTTPError, match="404"):
         ask(up, "late")
@@ -131,11 +124,11 @@ async def test_wrong_definitions_are_one_line(up: Up) -> None:
         ("chat=a,a", "'chat=a,a' names a model twice"),
         ("chat=a:-1", "'a:-1' is not MODEL[:WEIGHT] with a weight of 0 or more"),
     ):
-        result = run(up, "model", "alias", text)
+        result = up.command("model", "alias", text)
         assert (result.returncode, result.stderr) == (2, f"kvmesh model: {reason}\n")
-    assert run(up, "model", "alias", "nobody", "--back").returncode == 1
-    assert run(up, "model", "alias", "--remove").returncode == 2
-    result = run(up, "model", "alias", "new=nothing")
+    assert up.command("model", "alias", "nobody", "--back").returncode == 1
+    assert up.command("model", "alias", "--remove").returncode == 2
+    result = up.command("model", "alias", "new=nothing")
     assert "nobody serves nothing now" in result.stderr
     with pytest.raises(urllib.error.HTTPError, match="404"):
         ask(up, "s", "new")

@@ -4,15 +4,14 @@ import asyncio
 import json
 import os
 import re
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from support import forks
 from support.nats import NatsServer, free_port
 from support.up import Up
 from support.wait import PATIENCE_S, eventually
@@ -39,27 +38,33 @@ async def mesh(started: Up) -> Up:
 class Command:
     """A `kvmesh` subcommand that runs while the test does."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
+    def __init__(self, arguments: Sequence[str], env: Mapping[str, str]) -> None:
+        reader, writer = os.pipe()
+        with open(writer, "wb") as output:
+            self.process = forks.start(arguments, env, output, output)
         self.lines: list[str] = []
         self.headers: list[str] = []
-        self.reading = asyncio.create_task(self._read())
+        self.reading = asyncio.create_task(asyncio.to_thread(self._read, reader))
 
-    async def _read(self) -> None:
-        assert self.process.stdout is not None
-        async for data in self.process.stdout:
-            line = data.decode().rstrip("\n")
-            is_header = re.match("kvmesh tail: (following|replaying) ", line)
-            (self.headers if is_header else self.lines).append(line)
+    def _read(self, reader: int) -> None:
+        with open(reader) as output:
+            for text in output:
+                line = text.rstrip("\n")
+                is_header = re.match("kvmesh tail: (following|replaying) ", line)
+                (self.headers if is_header else self.lines).append(line)
 
     def lines_with(self, *parts: str) -> list[str]:
         return [line for line in self.lines if all(part in line for part in parts)]
 
     async def stop(self) -> None:
-        if self.process.returncode is None:
-            self.process.terminate()
-        await self.process.wait()
+        self.process.terminate()
+        await self.ended()
+
+    async def ended(self) -> int:
+        """Wait for the end, and for all lines; returns the exit status."""
+        status = await asyncio.to_thread(self.process.wait, PATIENCE_S)
         await self.reading
+        return status
 
 
 Run = Callable[..., Coroutine[Any, Any, Command]]
@@ -71,13 +76,7 @@ async def run(started: Up) -> AsyncIterator[Run]:
     commands: list[Command] = []
 
     async def start(*arguments: str) -> Command:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvmesh.cli.main", *arguments),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=env,
-        )
-        commands.append(Command(process))
+        commands.append(Command(arguments, env))
         return commands[-1]
 
     yield start
@@ -112,16 +111,10 @@ async def test_a_command_in_another_folder_finds_the_mesh(mesh: Up, tmp_path: Pa
     clean = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
 
     async def status(*arguments: str) -> tuple[int, str, str]:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvmesh.cli.main", "status", *arguments),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=clean,
-            cwd=tmp_path,
+        done = await asyncio.to_thread(
+            forks.run, ["status", *arguments], clean, PATIENCE_S, tmp_path
         )
-        out, err = await process.communicate()
-        assert process.returncode is not None
-        return process.returncode, out.decode(), err.decode()
+        return done.returncode, done.stdout, done.stderr
 
     code, out, err = await status("--state-dir", str(mesh.token_file.parent))
     assert (code, err) == (0, "")
@@ -153,8 +146,7 @@ async def test_since_replays_the_streams_and_may_stop_at_the_present(mesh: Up, r
 
     async def ended() -> bool:
         tail = await run("tail", "route", "seq", *options)
-        assert await asyncio.wait_for(tail.process.wait(), PATIENCE_S) == 0
-        await tail.reading
+        assert await tail.ended() == 0
         found[:] = [tail]
         return bool(tail.lines_with(f"{request} ✓") and tail.lines_with("seq", f"free {request}"))
 
@@ -174,8 +166,7 @@ async def test_past_messages_are_shown_in_order_of_time_before_new_ones(bus: Bus
         sent.append(subject)
     options = ("--nats", bus.options.url, "--nats-namespace", bus.options.namespace)
     past = await run("tail", "--since", "1h", "--no-follow", "--json", *options)
-    assert await asyncio.wait_for(past.process.wait(), PATIENCE_S) == 0
-    await past.reading
+    assert await past.ended() == 0
     assert [json.loads(line)["subject"] for line in past.lines] == sent
     tail = await run("tail", "kv", "seq", "--since", "1h", "--json", *options)
     await eventually(lambda: len(tail.lines) == len([s for s in sent if s != kinds[1]]))
@@ -187,8 +178,7 @@ async def test_past_messages_are_shown_in_order_of_time_before_new_ones(bus: Bus
 
 async def test_a_limit_ends_the_tail(mesh: Up, run: Run) -> None:
     tail = await run("tail", "load.>", "--limit", "2", "--nats", mesh.nats_url)
-    assert await asyncio.wait_for(tail.process.wait(), PATIENCE_S) == 0
-    await tail.reading
+    assert await tail.ended() == 0
     assert len(tail.lines) == 2
 
 
@@ -210,12 +200,16 @@ async def test_control_messages_are_shown_and_watching_requests_is_announced(
 
 async def test_status_shows_members_streams_and_readers(mesh: Up, run: Run) -> None:
     await asyncio.to_thread(mesh.complete)
-    status = await run("status", "--nats", mesh.nats_url, "--starts")
-    assert await asyncio.wait_for(status.process.wait(), PATIENCE_S) == 0
-    await status.reading
+
+    async def shown() -> Command:
+        status = await run("status", "--nats", mesh.nats_url, "--starts")
+        assert await status.ended() == 0
+        assert status.lines_with("worker-1-", "worker", "ready", "kvmesh-demo", "0 running")
+        return status
+
+    status = await eventually(shown)
     assert status.lines_with("start, in seconds", "imports", "routable", "total")  # of forks
     assert len(status.lines_with("worker-1-")) == 2
-    assert status.lines_with("worker-1-", "worker", "ready", "kvmesh-demo", "0 running")
     assert status.lines_with("kvm-kvmesh-route")
     assert status.lines_with("indexer-0", "kvm-kvmesh-kv")
     assert status.lines_with("kvm-kvmesh-models", "object")
@@ -224,8 +218,7 @@ async def test_status_shows_members_streams_and_readers(mesh: Up, run: Run) -> N
 async def test_status_as_json(mesh: Up, run: Run) -> None:
     async def complete() -> bool:
         status = await run("status", "--json", "--nats", mesh.nats_url)
-        assert await asyncio.wait_for(status.process.wait(), PATIENCE_S) == 0
-        await status.reading
+        assert await status.ended() == 0
         report = json.loads("\n".join(status.lines))
         streams = [stream["name"] for stream in report["streams"]]
         kinds = ("kv", "route", "scaling", "seq")
@@ -240,8 +233,7 @@ async def test_status_as_json(mesh: Up, run: Run) -> None:
 async def test_an_absent_nats_server_is_reported(run: Run, command: str) -> None:
     url = f"nats://127.0.0.1:{free_port()}"
     shown = await run(command, "--nats", url)
-    assert await asyncio.wait_for(shown.process.wait(), PATIENCE_S) == 1
-    await shown.reading
+    assert await shown.ended() == 1
     assert shown.lines[-1].startswith(f"kvmesh {command}: cannot use NATS at {url}: ")
     assert "Connect call failed" in shown.lines[-1]
 
@@ -253,8 +245,7 @@ async def test_a_missing_mesh_is_reported_in_one_line(
     command = words[0]
     place = ("--nats", nats_server.url, "--nats-namespace", options.namespace)
     shown = await run(*words, *place)
-    assert await asyncio.wait_for(shown.process.wait(), PATIENCE_S) == 1
-    await shown.reading
+    assert await shown.ended() == 1
     (line,) = shown.lines
     assert line.startswith(
         f"kvmesh {command}: no mesh named {options.namespace} at {nats_server.url}"

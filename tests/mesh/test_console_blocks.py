@@ -4,14 +4,17 @@ import asyncio
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import IO
 
 import pytest
 import pytest_asyncio
+from support import forks
 from support.console_blocks import ConsoleCommand, console_commands
 from support.frontend import MODEL, Client, client_session
 from support.nats import free_port
@@ -24,6 +27,7 @@ UPS = [each for each in RUN if each.kvmesh[:1] == ["up"]]
 OTHERS = [each for each in RUN if each not in UPS]
 SESSIONS = ("demo", "s1", "s2", "s3", "run:main")
 FILES = ("trace.jsonl", "chats.jsonl", "agents.json", "more.jsonl", "more.json", "traces/a.json")
+SYNTAX = re.compile(r"[$~*?<>|&;`(){}]")  # of a shell
 FOLLOWS_S = 10.0  # of a command that never ends
 
 
@@ -63,6 +67,9 @@ def environment(up: Up) -> dict[str, str]:
 
 
 def shell(up: Up, text: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of a shell, or of `kvmesh` alone without one."""
+    if text.startswith("kvmesh ") and not SYNTAX.search(text):
+        return forks.run(shlex.split(text, comments=True)[1:], environment(up), cwd=up.folder)
     return subprocess.run(
         ["timeout", str(PATIENCE_S), "bash", "-c", text],
         env=environment(up),
@@ -101,31 +108,34 @@ async def test_a_mesh_starts_and_stops(command: ConsoleCommand, tmp_path: Path) 
     ports = {"FRONTEND_PORT": free_port(), "UP_NATS_PORT": free_port()}
     env = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
     env |= {f"KVMESH_{name}": str(port) for name, port in ports.items()}
-    env["KVMESH_UP_DASHBOARD"] = "false"
+    # one worker where the command names no number: each of torch's takes 4 CPU seconds to start
+    env |= {"KVMESH_UP_DASHBOARD": "false", "KVMESH_UP_WORKERS": "1", "KVMESH_TORCH_THREADS": "1"}
     if "./tiny" in command.text:
-        made = [sys.executable, "-m", "kvmesh.cli.main", "model", "tiny", "./tiny"]
-        await asyncio.to_thread(subprocess.run, made, cwd=tmp_path, check=True, env=env)
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvmesh.cli.main", *command.kvmesh),
-        cwd=tmp_path,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    lines: list[str] = []
+        made = forks.run(["model", "tiny", "./tiny"], env, cwd=tmp_path)
+        assert made.returncode == 0, made.stderr
+    log = tmp_path / "up.log"
+    with log.open("wb") as output:
+        process = begin(command, tmp_path, env, output)
 
-    async def read() -> None:
-        assert process.stdout is not None
-        async for line in process.stdout:
-            lines.append(line.decode())  # noqa: PERF401
+    def ready() -> bool:
+        return "ready after" in log.read_text()
 
-    reading = asyncio.create_task(read())
     try:
-        await eventually(lambda: "ready after" in "".join(lines) or reading.done(), 2 * PATIENCE_S)
-        assert "ready after" in "".join(lines), "".join(lines)
+        await eventually(lambda: ready() or process.poll() is not None, 2 * PATIENCE_S)
+        assert ready(), log.read_text()
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0, "".join(lines)
+        await eventually(lambda: process.poll() is not None)
+        assert process.poll() == 0, log.read_text()
     finally:
-        if process.returncode is None:
-            process.kill()
-        await reading
+        process.kill()
+        process.wait(PATIENCE_S)
+
+
+def begin(
+    command: ConsoleCommand, folder: Path, env: Mapping[str, str], output: IO[bytes]
+) -> forks.Process:
+    """Start the command; those of README as a shell does, by new interpreters."""
+    if command.page != "README.md":
+        return forks.start(command.kvmesh, env, output, output, folder)
+    words = [sys.executable, "-m", "kvmesh.cli.main", *command.kvmesh]
+    return subprocess.Popen(words, cwd=folder, env=env, stdout=output, stderr=output)

@@ -34,12 +34,13 @@ def mesh(nats_server: NatsServer, tmp_path: Path) -> Iterator[Mesh]:
     mesh.stop()
 
 
-def begin(mesh: Mesh, **prefill: str) -> None:
+def begin(mesh: Mesh, path: str | None = None, **prefill: str) -> None:
     """Start one prefill and one decode worker; the keywords apply to the prefill worker only."""
+    both = {} if path is None else {"PYTHONPATH": path}
     mesh.start("indexer", "indexer-0")
     mesh.start("router", "router-0")
-    mesh.start("worker", "prefill-0", KVMESH_WORKER_SERVES="prefill", **prefill)
-    mesh.start("worker", "decode-0", KVMESH_WORKER_SERVES="decode")
+    mesh.start("worker", "prefill-0", KVMESH_WORKER_SERVES="prefill", **both, **prefill)
+    mesh.start("worker", "decode-0", KVMESH_WORKER_SERVES="decode", **both)
     mesh.start("frontend", "frontend-0")
 
 
@@ -194,8 +195,8 @@ SGLANG_MODULES = {
 
 
 @pytest.fixture
-def sglang(mesh: Mesh, tmp_path: Path) -> Mesh:
-    """The mesh with workers that import SGLang's stand-in under SGLang's name."""
+def sglang(mesh: Mesh, tmp_path: Path) -> str:
+    """The path of workers of the mesh that import SGLang's stand-in under SGLang's name."""
     packages = tmp_path / "packages"
     for name, source in SGLANG_MODULES.items():
         (packages / name).parent.mkdir(parents=True, exist_ok=True)
@@ -205,29 +206,28 @@ def sglang(mesh: Mesh, tmp_path: Path) -> Mesh:
         "KVMESH_WORKER_ENGINE": "sglang",
         "KVMESH_SGLANG_ARGS": "load_format=dummy",
         "KVMESH_WORKER_MODEL": str(model_dir()),
-        "PYTHONPATH": os.pathsep.join(path),
     }
-    return mesh
+    return os.pathsep.join(path)
 
 
-async def test_sglang_hands_off_every_prompt(sglang: Mesh) -> None:
-    begin(sglang)
-    await sglang.ready()
-    await workers(sglang, 2)
+async def test_sglang_hands_off_every_prompt(mesh: Mesh, sglang: str) -> None:
+    begin(mesh, sglang)
+    await mesh.ready()
+    await workers(mesh, 2)
     for count, prompt in enumerate((LONG[:1500], SHORT), start=1):
-        answer = await complete(sglang, prompt)
+        answer = await complete(mesh, prompt)
         assert answer["usage"]["completion_tokens"] == 12
-        assert prefills(sglang, "done") == count
-    assert "did not compute the prompt of" not in sglang.logs()
+        assert prefills(mesh, "done") == count
+    assert "did not compute the prompt of" not in mesh.logs()
 
 
-async def test_sglang_waits_for_a_prefill_worker(sglang: Mesh) -> None:
-    sglang.env["KVMESH_FRONTEND_RESTART_WAIT_S"] = str(PATIENCE_S)
-    begin(sglang)
-    await sglang.ready()
-    await workers(sglang, 2)
-    first = await complete(sglang, SHORT)
-    sglang.kill("prefill-0")
-    waiting = asyncio.create_task(complete(sglang, SHORT))
-    sglang.restart("prefill-0")
+async def test_sglang_waits_for_a_prefill_worker(mesh: Mesh, sglang: str) -> None:
+    mesh.env["KVMESH_FRONTEND_RESTART_WAIT_S"] = str(PATIENCE_S)
+    begin(mesh, sglang)
+    await mesh.ready()
+    await workers(mesh, 2)
+    first = await complete(mesh, SHORT)
+    mesh.kill("prefill-0")
+    waiting = asyncio.create_task(complete(mesh, SHORT))
+    mesh.restart("prefill-0")
     assert text(await waiting) == text(first)

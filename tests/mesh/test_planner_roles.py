@@ -2,11 +2,12 @@
 
 import asyncio
 import json
-import sys
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import forks
 from support.up import Up
 from support.wait import eventually
 
@@ -51,14 +52,10 @@ async def replay(up: Up, folder: Path) -> dict[str, int]:
     ]
     trace, result = folder / "trace.jsonl", folder / "figures.json"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvmesh.cli.main", "replay", str(trace), "--url", up.url),
-        *("--json", str(result), "--concurrency", str(REQUESTS)),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    output, _ = await process.communicate()
-    assert process.returncode == 0, output.decode()
+    command = ("replay", str(trace), "--url", up.url, "--json", str(result))
+    options = ("--concurrency", str(REQUESTS))
+    done = await asyncio.to_thread(forks.run, (*command, *options), os.environ, LONG_S)
+    assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, int] = json.loads(result.read_bytes())
     return found
 

@@ -3,14 +3,15 @@
 import asyncio
 import http.client
 import json
+import os
 import re
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import forks
 from support.nats import free_port
 from support.up import Up
 from support.wait import eventually
@@ -73,14 +74,10 @@ async def replay(up: Up, folder: Path) -> dict[str, Any]:
     ]
     trace = folder / "trace.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvmesh.cli.main", "replay", str(trace), "--url", up.url),
-        *("--json", str(folder / "figures.json"), "--concurrency", str(REQUESTS)),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    output, _ = await process.communicate()
-    assert process.returncode == 0, output.decode()
+    command = ("replay", str(trace), "--url", up.url, "--json", str(folder / "figures.json"))
+    options = ("--concurrency", str(REQUESTS))
+    done = await asyncio.to_thread(forks.run, (*command, *options), os.environ, LONG_S)
+    assert done.returncode == 0, done.stdout + done.stderr
     figures: dict[str, Any] = json.loads((folder / "figures.json").read_text())
     return figures
 

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
-import sys
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from support import forks
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.wait import eventually
@@ -17,6 +18,7 @@ from kvmesh.workload.formats.registry import load
 from kvmesh.workload.model import Round, Workload
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+REPLAY_S = 240.0
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -37,14 +39,10 @@ async def replay(
 ) -> dict[str, Any]:
     trace = folder / "trace.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvmesh.cli.main", "replay", str(trace), "--url", mesh.url),
-        *("--json", str(folder / "figures.json"), *more),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    out, _ = await process.communicate()
-    assert process.returncode == 0, out.decode() + mesh.logs()[-4000:]
+    written = ("--json", str(folder / "figures.json"))
+    command = ("replay", str(trace), "--url", mesh.url, *written, *more)
+    done = await asyncio.to_thread(forks.run, command, os.environ, REPLAY_S)
+    assert done.returncode == 0, done.stdout + done.stderr + mesh.logs()[-4000:]
     figures: dict[str, Any] = json.loads((folder / "figures.json").read_text())
     return figures
 
@@ -102,11 +100,8 @@ async def test_a_capture_equals_the_sent_requests(mesh: Mesh, tmp_path: Path) ->
 
     async def captured() -> tuple[Workload, list[Round]]:
         """The records of these sessions, once complete."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvmesh.cli.main", "workload", "capture", "-o", str(out)),
-            *("--nats", mesh.nats_url, "--nats-namespace", mesh.namespace, "--since", "10m"),
-        )
-        assert await process.wait() == 0
+        done = await mesh.command("workload", "capture", "-o", str(out), "--since", "10m")
+        assert done.returncode == 0, done.stderr
         workload, _ = load(str(out))
         sessions = [s.name for s in workload.sessions]
         found = [r for r in workload.rounds if sessions[r.session].startswith("captured-")]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from support.forks import WHOLE_END
 from support.mesh import Mesh
 from support.nats import NatsServer, free_port
 from support.wait import PATIENCE_S, eventually
@@ -31,9 +32,9 @@ def server(tmp_path: Path) -> Iterator[NatsServer]:
 
 @pytest_asyncio.fixture
 async def mesh(server: NatsServer, tmp_path: Path) -> AsyncIterator[Mesh]:
-    """All roles, each a program of its own: only an interpreter that ends reports leaks."""
+    """All roles, whose interpreters end: only then do they report leaks."""
     env = {
-        "PYTHONPATH": str(tmp_path),
+        WHOLE_END: "1",
         "KVMESH_KVBM_DIRECTORY": str(tmp_path / "blocks"),
         "KVMESH_KVBM_HOST_BYTES": str(32 << 20),
         "KVMESH_DASHBOARD_PORT": str(free_port()),

@@ -5,12 +5,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from support import forks
 from support.frontend import MODEL, Client, client_session
 from support.terminal import Terminal
 from support.up import Up
@@ -47,12 +47,8 @@ async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Up]:
     worker = None
     try:
         await up.ready()
-        worker = subprocess.Popen(  # noqa: ASYNC220
-            [*(sys.executable, "-m", "kvmesh.cli.main", "worker", "--name", NAME)],
-            env=environment(up),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        with (folder / "worker.log").open("wb") as log:
+            worker = forks.start(["worker", "--name", NAME], environment(up), log, log)
         await eventually(lambda: NAME in kvmesh(up, "status").stdout)
         async with client_session() as session:
             client = Client(up.url, session)
@@ -78,12 +74,7 @@ def environment(up: Up) -> Mapping[str, str]:
 
 
 def kvmesh(up: Up, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvmesh.cli.main", *arguments],
-        env=environment(up),
-        capture_output=True,
-        text=True,
-    )
+    return forks.run(arguments, environment(up))
 
 
 def words(command: str, up: Up) -> list[str]:

@@ -6,8 +6,7 @@ token by token, in a namespace in which nothing is cached.
 """
 
 import json
-import subprocess
-import sys
+import os
 import urllib.request
 from array import array
 from collections.abc import AsyncIterator, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from agent_sessions import PLACEHOLDER, sessions
+from support import forks
 from support.frontend import attempt
 from support.tap import Tap
 from support.up import Up
@@ -51,8 +51,7 @@ CALLS_ONCE = {"logit_bias": {str(BEGINS): 100}, "min_tokens": 1, "stop_token_ids
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     folder: Path = tmp_path_factory.mktemp("torch")
     model = str(folder / "tiny")
-    command = [sys.executable, "-m", "kvmesh.cli.main", "model", "tiny", model]
-    subprocess.run(command, check=True)
+    assert forks.run(["model", "tiny", model], os.environ).returncode == 0
     flags = ["--engine", "torch", "--model", model, "--workers", "1", "--torch-threads", "1"]
     up = Up(folder, *flags, "--frontend-speculative-prefill", "off")
     up.start()

@@ -352,16 +352,8 @@ async def test_a_given_nats_server_is_used(make: Factory, nats_server: NatsServe
 
 async def test_states_outlive_a_restart_unless_reset(make: Factory) -> None:
     async def decisions(up: Up) -> int:
-        report = await asyncio.to_thread(
-            subprocess.run,
-            [
-                *(sys.executable, "-m", "kvmesh.cli.main", "status", "--json"),
-                *("--nats", up.nats_url, "--nats-token-file", str(up.token_file)),
-            ],
-            capture_output=True,
-            check=True,
-            timeout=60,
-        )
+        report = await asyncio.to_thread(up.command, "status", "--json")
+        assert report.returncode == 0, report.stderr
         streams = json.loads(report.stdout)["streams"]
         return next(s["messages"] for s in streams if s["name"].endswith("route"))  # type: ignore[no-any-return]
 
@@ -400,13 +392,10 @@ async def test_the_printed_status_command_works(shared: Up, tmp_path: Path) -> N
     await shared.ready()
     line = next(line for line in shared.lines if "Look inside" in line)
     command = line.split("kvmesh ")[1]
-    look = [sys.executable, "-m", "kvmesh.cli.main", *shlex.split(command)]
-    done = await asyncio.to_thread(subprocess.run, look, capture_output=True, text=True, timeout=60)
+    done = await asyncio.to_thread(forks.run, shlex.split(command), os.environ)
     assert "worker-1" in done.stdout, done.stderr
     env = {**os.environ, "KVMESH_UP_STATE_DIR": str(shared.folder / "state")}
-    found = await asyncio.to_thread(
-        subprocess.run, look[:4], capture_output=True, text=True, timeout=60, env=env
-    )
+    found = await asyncio.to_thread(forks.run, ["status"], env)
     assert "worker-1" in found.stdout, found.stderr
 
 

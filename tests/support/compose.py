@@ -10,7 +10,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
+from support import forks
 from support.nats import SERVER, free_port
 from support.wait import PATIENCE_S, eventually
 
@@ -67,7 +67,7 @@ class Container:
     service: dict[str, Any]
     nats: str
     ports: dict[str, int] = field(default_factory=dict)
-    process: subprocess.Popen[bytes] | None = None
+    process: forks.Process | None = None
 
     @property
     def environment(self) -> dict[str, str]:
@@ -88,9 +88,8 @@ class Container:
         own = log.parent / mounted(self.service, MINE)
         env = {key: value.replace(MINE, str(own)) for key, value in env.items()}
         command = [*entrypoint(), *self.service["command"]]
-        command[:1] = [sys.executable, "-m", "kvmesh.cli.main"]
         with log.open("ab") as output:
-            self.process = subprocess.Popen(command, env=env, stdout=output, stderr=output)
+            self.process = forks.start(command[1:], env, output, output)
 
     def healthy(self) -> bool:
         """Run the file's own health check; fails the test if the process has ended."""
@@ -114,9 +113,8 @@ def nats_of_compose(folder: Path) -> Iterator[str]:
     services = parsed("compose.yaml")["services"]
     address = f"127.0.0.1:{free_port()}"
     made = [part.replace("/credentials", str(folder / "credentials")) for part in credentials()]
-    subprocess.run(
-        [sys.executable, "-m", "kvmesh.cli.main", *made], check=True, stdout=subprocess.DEVNULL
-    )
+    done = forks.run(made, os.environ)
+    assert done.returncode == 0, done.stderr
     own = folder / mounted(services["nats"], MINE)
     config = own / "nats.conf"
     config.write_text(

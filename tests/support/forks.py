@@ -25,6 +25,7 @@ from tempfile import TemporaryFile
 from typing import IO, NamedTuple
 
 from kvmesh.settings.load import variables
+from support.wait import PATIENCE_S
 
 PROGRAM = "kvmesh.cli.main"
 # What services and the commands of most tests import; none of them starts a thread.
@@ -32,7 +33,14 @@ IMPORTED = (
     *("kvmesh.cli.registry", "kvmesh.cli.flags", "kvmesh.cli.references.foreign_flags"),
     *(
         f"kvmesh.cli.commands.{name}"
-        for name in ("run.service", "look.status", "look.plan", "operate.keys", "operate.fleet")
+        for name in (
+            "run.service",
+            "run.up",
+            "look.status",
+            "look.plan",
+            "operate.keys",
+            "operate.fleet",
+        )
     ),
     *("kvmesh.cli.bus_session", "kvmesh.cli.status.report", "kvmesh.cli.status.view"),
     *(
@@ -41,6 +49,7 @@ IMPORTED = (
     ),
 )
 MOST_BYTES = 1 << 20
+WHOLE_END = "TEST_WHOLE_END"  # in the environment: the interpreter ends, and reports leaks
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.01
 
@@ -52,16 +61,26 @@ class _Order(NamedTuple):
 
 
 class Fork:
-    """A running `kvmesh` process; the methods are those of `subprocess.Popen`."""
+    """A running `kvmesh` process; the methods are those of `subprocess.Popen`.
+
+    With `stdin` it has a session of its own.
+    """
 
     def __init__(
-        self, arguments: Sequence[str], env: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes]
+        self,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        stdout: IO[bytes],
+        stderr: IO[bytes],
+        cwd: Path | None = None,
+        stdin: IO[bytes] | None = None,
     ) -> None:
         self.args = [*arguments]
         self.returncode: int | None = None
         self._lock = threading.Lock()
-        order = _Order(self.args, {**env}, os.getcwd())
-        self.pid = _server().fork(order, stdout.fileno(), stderr.fileno())
+        order = _Order(self.args, {**env}, str(cwd or Path.cwd()))
+        files = [each.fileno() for each in (stdout, stderr, stdin) if each]
+        self.pid = _server().fork(order, *files)
 
     def poll(self) -> int | None:
         with self._lock:
@@ -94,21 +113,28 @@ Process = subprocess.Popen[bytes] | Fork
 
 
 def start(
-    arguments: Sequence[str], env: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes]
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    stdout: IO[bytes],
+    stderr: IO[bytes],
+    cwd: Path | None = None,
 ) -> Process:
     """Start a `kvmesh` command; only a new interpreter finds modules that `env` adds."""
     if env.get("PYTHONPATH") == os.environ.get("PYTHONPATH"):
-        return Fork(arguments, env, stdout, stderr)
+        return Fork(arguments, env, stdout, stderr, cwd)
     command = [sys.executable, "-m", PROGRAM, *arguments]
-    return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr)
+    return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, cwd=cwd)
 
 
 def run(
-    arguments: Sequence[str], env: Mapping[str, str], timeout: float
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    timeout: float = PATIENCE_S,
+    cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a `kvmesh` command to its end; raises TimeoutExpired after `timeout` seconds."""
     with TemporaryFile() as stdout, TemporaryFile() as stderr:
-        process = Fork(arguments, env, stdout, stderr)
+        process = Fork(arguments, env, stdout, stderr, cwd)
         try:
             status = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -140,12 +166,12 @@ class _Server:
         self._socket.close()
         self._process.wait()
 
-    def fork(self, order: _Order, *outputs: int) -> int:
-        """Start a process with these standard outputs; returns its id."""
+    def fork(self, order: _Order, *files: int) -> int:
+        """Start a process with these as stdout, stderr and perhaps stdin; returns its id."""
         with self._lock:
             _adopt(True)  # the process between, which the server forks, ends at once
             try:
-                socket.send_fds(self._socket, [json.dumps(order).encode()], outputs)
+                socket.send_fds(self._socket, [json.dumps(order).encode()], files)
                 answer = self._socket.recv(MOST_BYTES)
             finally:
                 _adopt(False)
@@ -166,7 +192,7 @@ def _adopt(orphans: bool) -> None:
 def _serve(requests: socket.socket) -> _Order:
     """Fork a process for each order; returns the order in the new process."""
     while True:
-        message, outputs, _, _ = socket.recv_fds(requests, MOST_BYTES, 2)
+        message, files, _, _ = socket.recv_fds(requests, MOST_BYTES, 3)
         if not message:
             sys.exit()
         reader, writer = os.pipe()
@@ -181,14 +207,16 @@ def _serve(requests: socket.socket) -> _Order:
         os.close(writer)
         with open(reader, "rb") as answer:
             requests.send(answer.read())
-        for output in outputs:
-            os.close(output)
+        for file in files:
+            os.close(file)
     os.close(reader)
     os.close(writer)
     requests.close()
-    for number, output in enumerate(outputs, start=1):
-        os.dup2(output, number)
-        os.close(output)
+    if len(files) == 3:
+        os.setsid()
+    for file, number in zip(files, (1, 2, 0), strict=False):
+        os.dup2(file, number)
+        os.close(file)
     return _Order(*json.loads(message))
 
 
@@ -209,7 +237,7 @@ def _main() -> None:
     try:
         runpy.run_module(PROGRAM, run_name="__main__", alter_sys=True)
     except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
+        if WHOLE_END not in os.environ and isinstance(end.code, int | None):
             _end(end.code or 0)
         raise
 

@@ -6,12 +6,11 @@ import pty
 import re
 import select
 import struct
-import subprocess
-import sys
 import termios
 import time
 from collections.abc import Mapping
 
+from support.forks import Fork
 from support.wait import PATIENCE_S
 
 _SEQUENCES = re.compile(r"\x1b(\[[0-9;?]*[a-zA-Z]|[()][A-Z0-9])")
@@ -26,14 +25,9 @@ class Terminal:
         fcntl.ioctl(shell, termios.TIOCSWINSZ, struct.pack("HHHH", 20, columns, 0, 0))
         self._shell = shell
         self._mode = termios.tcgetattr(shell)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvmesh.cli.main", *arguments],
-            env={**env, "TERM": "xterm-256color"},
-            stdin=shell,
-            stdout=shell,
-            stderr=shell,
-            start_new_session=True,
-        )
+        with open(shell, "r+b", buffering=0, closefd=False) as file:
+            env = {**env, "TERM": "xterm-256color"}
+            self._process = Fork(arguments, env, file, file, stdin=file)
         self.output = ""
 
     def shows(self, text: str) -> None:
@@ -58,14 +52,14 @@ class Terminal:
     def ended(self) -> int:
         """Wait for the end; returns the exit status. The terminal's mode must be as before."""
         ends = time.monotonic() + PATIENCE_S
-        while self._process.poll() is None:
+        while (status := self._process.poll()) is None:
             if time.monotonic() > ends:
                 raise AssertionError(f"still runs: {self.output[-3000:]!r}")
             self._read()
         while self._read(0.0):
             pass
         assert termios.tcgetattr(self._shell) == self._mode
-        return self._process.returncode
+        return status
 
     def close(self) -> None:
         self._process.kill()

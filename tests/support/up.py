@@ -1,16 +1,17 @@
-"""`kvmesh up` as a user runs it: one subprocess, its output, and the processes under it."""
+"""`kvmesh up` as a user runs it: one process, its output, and the processes under it."""
 
 import http.client
 import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 from kvmesh.bus.client import BusOptions
+from support import forks
 from support.evidence import Evidence
+from support.forks import Process
 from support.nats import free_port, free_ports
 from support.wait import PATIENCE_S, eventually
 
@@ -36,7 +37,7 @@ class Up:
         self.lines: list[str] = []
         self.evidence = Evidence(lambda: {"kvmesh up": self.output})
         self._arguments = arguments
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Process | None = None
 
     @property
     def url(self) -> str:
@@ -68,31 +69,26 @@ class Up:
         return "\n".join(self.lines)
 
     def start(self) -> None:
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "kvmesh.cli.main", "up"),
-                *("--port", str(self.port), "--nats-port", str(self.nats_port)),
-                *("--state-dir", str(self.folder / "state")),
-                *("--metrics-port", str(self.metrics_port)),
-                *self._dashboard(),
-                *("--ready-timeout-s", "120", *self._arguments),
-            ],
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")},
-        )
-        threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+        arguments = [
+            *("up", "--port", str(self.port), "--nats-port", str(self.nats_port)),
+            *("--state-dir", str(self.folder / "state")),
+            *("--metrics-port", str(self.metrics_port)),
+            *self._dashboard(),
+            *("--ready-timeout-s", "120", *self._arguments),
+        ]
+        reader, writer = os.pipe()
+        with open(writer, "wb") as output:
+            env = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
+            self._process = forks.start(arguments, env, output, output, self.folder)
+        threading.Thread(target=self._read, args=(reader,), daemon=True).start()
 
     def _dashboard(self) -> tuple[str, ...]:
         if not self.dashboard_port:
             return ("--no-dashboard",)
         return ("--dashboard-port", str(self.dashboard_port))
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        with process.stdout as output:
+    def _read(self, reader: int) -> None:
+        with open(reader) as output:
             self.lines.extend(line.rstrip("\n") for line in iter(output.readline, ""))
 
     async def ready(self, timeout: float = 120.0) -> None:
@@ -115,6 +111,13 @@ class Up:
         await eventually(lambda: self.status is not None, timeout, "kvmesh up has not ended")
         assert self.status is not None
         return self.status
+
+    def command(
+        self, *arguments: str, timeout: float = PATIENCE_S
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a `kvmesh` subcommand on this mesh to its end."""
+        mesh = ("--nats", self.nats_url, "--nats-token-file", str(self.token_file))
+        return forks.run([*arguments, *mesh], os.environ, timeout)
 
     def close(self) -> None:
         if self._process is not None and self._process.poll() is None:

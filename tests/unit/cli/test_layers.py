@@ -1,7 +1,7 @@
 """Import layers: tools import services and libraries, services libraries, libraries neither."""
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -9,16 +9,17 @@ SERVICES = {folder.name for folder in (ROOT / "services").iterdir() if folder.is
 TOOLS = {folder.name for folder in (ROOT / "tools" / "kvmesh").iterdir() if folder.is_dir()}
 
 
-def imports(file: Path) -> Iterator[tuple[int, str]]:
+@cache
+def imports(file: Path) -> list[tuple[int, str]]:
     """Line and module of each import, function-level and type-checking ones included."""
+    found = []
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.ImportFrom):
             assert not node.level, f"{file}:{node.lineno}: relative import"
-            for alias in node.names:
-                yield node.lineno, f"{node.module}.{alias.name}"
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
         elif isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
+            found += [(node.lineno, alias.name) for alias in node.names]
+    return found
 
 
 def violations(folder: Path, forbidden: set[str]) -> list[str]:

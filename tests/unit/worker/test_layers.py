@@ -1,7 +1,7 @@
 """The worker's import order: service → node → roles → engine contract ← engines."""
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -60,8 +60,10 @@ ALLOWED = {
 FILES = sorted(file for file in ROOT.rglob("*.py") if file.name != "__init__.py")
 
 
-def imports(file: Path) -> Iterator[str]:
+@cache
+def imports(file: Path) -> list[str]:
     """The worker's modules that a file imports, without the package's name."""
+    found: list[str] = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -69,7 +71,8 @@ def imports(file: Path) -> Iterator[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        yield from (name.removeprefix(PACKAGE) for name in names if name.startswith(PACKAGE))
+        found += [name.removeprefix(PACKAGE) for name in names if name.startswith(PACKAGE)]
+    return found
 
 
 def part(file: Path) -> str:

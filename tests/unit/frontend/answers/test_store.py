@@ -7,12 +7,13 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from support.wait import eventually
+from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.connection.jetstream import Bucket
 from kvmesh.bus.errors import BusError, NotFound
 from kvmesh.bus.subjects import Subjects
+from kvmesh.frontend.answers import store as store_module
 from kvmesh.frontend.answers.answer import Answer
 from kvmesh.frontend.answers.store import READ_S, AnswerStore
 from kvmesh.frontend.conversation import Block, Generated, Text, Thinking, ToolCall
@@ -173,7 +174,12 @@ async def test_a_prompt_does_not_wait_for_a_bad_bucket(
     assert len(caplog.records) == 1
 
 
-async def test_the_newest_answer_may_be_arriving(bucket: FakeBucket) -> None:
+async def test_the_newest_answer_may_be_arriving(
+    bucket: FakeBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a busy machine may take longer to store it
+    monkeypatch.setattr(store_module, "ARRIVING_S", 0.3)
+    monkeypatch.setattr(store_module, "READ_S", PATIENCE_S)
     one, other = Store(bucket), Store(bucket)
     name = call_id()
     finding = asyncio.create_task(other.find("t", ["older", name]))

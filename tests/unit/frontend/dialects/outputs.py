@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, NamedTuple
 
 from kvmesh.frontend.conversation import AnswerEvent, Tool, ToolCallEnd
@@ -38,6 +39,7 @@ TOOLS = [
 ]
 WEATHER = {"city": "Zürich", "days": 3, "exact": True, "tags": ["a", "b"], "where": {"x": -1.5}}
 CODE = {"path": "a/b.py", "content": "def f():\n    return \"<b>&\\n\" + 'x'\n"}
+PART = 16
 THOUGHT, SAID = "I need\n\nthe weather.", "Let me see."
 
 
@@ -63,6 +65,7 @@ class Case(NamedTuple):
         return grammar.parser(TOOLS, eager=eager, new_id=lambda: "id")
 
 
+@cache
 def chosen(tool: str | None, reasoning: str | None) -> OutputGrammar:
     return choose_grammar("", tool_parser=tool or "none", reasoning_parser=reasoning or "none")
 
@@ -94,6 +97,12 @@ def dump(value: Any) -> str:
 def read(parser: OutputParser, chunks: Iterable[str]) -> list[AnswerEvent]:
     events = [event for chunk in chunks for event in parser.feed(chunk)]
     return events + parser.finish()
+
+
+def parts(text: str) -> list[str]:
+    """The text in parts of PART characters, but for the first: a longer text has other cuts."""
+    first = len(text) % PART
+    return [text[:first], *(text[at : at + PART] for at in range(first, len(text), PART))]
 
 
 def pieces(events: list[AnswerEvent]) -> list[Piece]:

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.frontend.dialects.outputs import CASES, Case, complete_calls, pieces, read
+from unit.frontend.dialects.outputs import CASES, Case, complete_calls, parts, pieces, read
 from unit.frontend.dialects.written import FAMILIES
 
 from kvmesh.frontend.conversation import AnswerEvent, ToolCallEnd, ToolCallStart
@@ -61,7 +61,7 @@ def test_a_truncated_output_keeps_its_text(case: Case) -> None:
     whole = [piece for piece in case.pieces if piece[0] == "call"]
     for end in range(len(case.raw)):
         raw = case.raw[:end]
-        found = pieces(read(case.parser(False), raw))
+        found = pieces(read(case.parser(False), parts(raw)))
         calls = [piece for piece in found if piece[0] == "call"]
         assert calls == whole[: len(calls)]
         if not calls and "harmony" not in (case.tool, case.reasoning):
@@ -89,7 +89,7 @@ def test_arguments_of_a_truncated_output_are_a_prefix(case: Case) -> None:
         if kind == "call"
     ]
     for end in range(len(case.raw)):
-        events = read(case.parser(True), case.raw[:end])
+        events = read(case.parser(True), parts(case.raw[:end]))
         calls = [content for kind, _, content in merge_deltas(events) if kind == "call"]
         assert all(a.startswith(b) for a, b in zip(whole, calls, strict=False)), end
         assert complete_calls(events) in (len(calls), len(calls) - 1)

@@ -1,9 +1,11 @@
 """JSON in prompts: long values are serialized in steps, byte for byte like `json.dumps`."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from kvmesh.frontend.dialects.templates import prompt_json
 from kvmesh.frontend.dialects.templates.prompt_json import MAX_VALUES_AT_ONCE, dumps
 
 
@@ -14,7 +16,9 @@ def test_long_json_is_serialized_in_steps(monkeypatch: pytest.MonkeyPatch) -> No
     def never(*_: object, **__: object) -> str:
         raise AssertionError("in one call")
 
-    monkeypatch.setattr(json, "dumps", never)
+    # there only: other code of this process may serialize something meanwhile
+    module = SimpleNamespace(dumps=never, JSONEncoder=json.JSONEncoder)
+    monkeypatch.setattr(prompt_json, "json", module)
     assert dumps(value) == wanted
     assert dumps(value, separators=(",", ":")) == wanted.replace(", ", ",").replace(": ", ":")
     with pytest.raises(AssertionError):
