@@ -3,7 +3,7 @@
 from bisect import bisect_left
 
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, Block, Copy
-from kvmesh.kvbm.core.blocks.restored import RestoredUse, RestoreMode
+from kvmesh.kvbm.core.blocks.restored import LEAST_READ, RestoredUse, RestoreMode
 from kvmesh.kvbm.core.blocks.store import Store
 from kvmesh.kvbm.core.returns import NodeReturns
 
@@ -17,10 +17,11 @@ MARGIN = 1.5
 class Restoring:
     """Starts moves from lower tiers to the arena for the prompts that are worth most there.
 
-    A block is restored if the arena has space, or if the block is worth MARGIN times the copy that
-    would be evicted for it. A batch is at most BATCH_BYTES, and the next one starts once no
-    move to the arena runs, so that a load waits for one batch at most. What comes of a tenant's
-    restored blocks decides for that tenant whether more are.
+    A block is restored if the arena has space, or if it is likely to be read while it stays in the
+    arena, and worth MARGIN times the copy that would be evicted for it. A batch is at most
+    BATCH_BYTES, and the next one starts once no move to the arena runs, so that a load waits for
+    one batch at most. What comes of a tenant's restored blocks decides for that tenant whether more
+    are.
     """
 
     def __init__(self, store: Store, returns: NodeReturns) -> None:
@@ -102,7 +103,11 @@ class Restoring:
         displaced = arena.displaced(block.space.slot_bytes)
         if displaced is None:
             return False
-        return value > MARGIN * self._rate(displaced.block) * savings.in_arena_s(displaced.block)
+        last = displaced.block
+        stays_s = self._store.now - last.used  # recency evicts a block after about as long
+        if self._rate(block) * stays_s < LEAST_READ:
+            return False
+        return value > MARGIN * self._rate(last) * savings.in_arena_s(last)
 
     def _rate(self, block: Block) -> float:
         """The returns per second that holding a block promises."""
