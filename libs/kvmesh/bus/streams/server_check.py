@@ -1,5 +1,6 @@
 """Checks a NATS server's configuration when a process starts, and explains its refusals."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -31,6 +32,8 @@ RECOMMENDED_PAYLOAD = "8MB"
 OLDEST = (2, 12)  # the oldest server that is tested
 JETSTREAM = "jetstream { store_dir: … }"
 INFO_S = 10.0
+ENABLING_S = 2.0
+PAUSE_S = 0.1
 
 
 class _Limits(Struct):
@@ -76,16 +79,34 @@ async def check_server(bus: Bus) -> str:
             f" {RECOMMENDED_PAYLOAD}, or at least 1MB, in {_place_of_payload(bus)}"
         )
     try:
-        return (await bus.js.account_info()).domain or ""
+        return await _domain(bus)
     except JetStreamError as error:
-        absent = isinstance(error, JetStreamUnavailable) and error.code == 503
-        # no process listens on JetStream's subjects; in a cluster, one may soon
-        if absent and error.err_code is None and not bus.is_clustered:
+        if _is_absent(error) and not bus.is_clustered:
             raise (ServerUnfit if bus.js.is_own else OutOfReach)(absence(bus)) from error
         if error.err_code == NOT_FOR_ACCOUNT:
             advice = ADVICE[NOT_FOR_ACCOUNT]
             raise ServerUnfit(f"the NATS account has no JetStream: {advice}") from error
         raise
+
+
+async def _domain(bus: Bus) -> str:
+    """The JetStream domain. An account of a JWT gets one only after its first connection."""
+    now = asyncio.get_running_loop().time
+    ends = now() + ENABLING_S
+    while True:
+        try:
+            return (await bus.js.account_info()).domain or ""
+        except JetStreamError as error:
+            enabling = bus.js.is_own and bus.client.server_has_jetstream and _is_absent(error)
+            if not enabling or bus.is_clustered or now() > ends:
+                raise
+        await asyncio.sleep(PAUSE_S)
+
+
+def _is_absent(error: JetStreamError) -> bool:
+    """True if nobody listens on JetStream's subjects; in a cluster, a server may soon."""
+    unavailable = isinstance(error, JetStreamUnavailable) and error.code == 503
+    return unavailable and error.err_code is None
 
 
 async def founds_mesh(bus: Bus, domain: str) -> bool:
