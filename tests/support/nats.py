@@ -20,6 +20,7 @@ from support.wait import PATIENCE_S
 SERVER = Path(os.environ.get("NATS_SERVER", Path(sys.executable).with_name("nats-server")))
 # Another layout of reply subjects, behind a flag since nats-server 2.14
 NEWER_REPLIES = "feature_flags { js_ack_fc_v2: true }"
+ROOM = "1TB"  # meshes that share a server reserve more than the disk of a small machine has
 RELOADED = "Reloaded server configuration"  # in the server's log
 
 
@@ -100,7 +101,9 @@ class NatsServer:
         """The text of the server's configuration file."""
         lines = [f"listen: 127.0.0.1:{self.port}", f"max_payload: {self.max_payload}"]
         if self.jetstream is not None:
-            lines.append(f'jetstream {{ store_dir: "{self.store / "js"}"\n{self.jetstream} }}')
+            room = "" if "max_file_store" in self.jetstream else f"max_file_store: {ROOM}"
+            store = f'store_dir: "{self.store / "js"}"'
+            lines.append(f"jetstream {{ {store}\n{room}\n{self.jetstream} }}")
         return "\n".join([*lines, self.settings, ""])
 
     def start(self) -> None:
