@@ -1,4 +1,4 @@
-"""What a process concludes from a server's first answers about JetStream."""
+"""The check of a server by its first answers about JetStream."""
 
 from types import SimpleNamespace
 from typing import Any
