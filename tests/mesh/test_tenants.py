@@ -218,7 +218,9 @@ async def test_a_pin_belongs_to_its_tenant(stage: Stage) -> None:
         ("mine", pin["expires_at"])
     ]
     _, gone = stage.call("twin", f"{pins}/mine", method="DELETE")
-    assert (gone["deleted"], gone["affected"]) == (True, pin["affected"])
+    # lower tiers may have taken copies meanwhile
+    assert gone["deleted"]
+    assert gone["affected"] >= pin["affected"]
 
 
 async def test_a_stored_response_belongs_to_its_tenant(stage: Stage) -> None:

@@ -51,13 +51,13 @@ def exports() -> Iterator[Any]:
     made: list[OtlpExport] = []
 
     def make(**fields: Any) -> OtlpExport:
-        settings = TracingSettings(endpoint=NOWHERE, protocol="http", **fields)
+        settings = TracingSettings(endpoint=NOWHERE, protocol="http", timeout_s=0.5, **fields)
         made.append(OtlpExport(settings, "kvmesh-router", "router-0-1", "1.0"))
         return made[-1]
 
     yield make
     for export in made:
-        export.close(1.0)
+        export.close(PATIENCE_S)  # its thread calls `random`, which later tests must not see
 
 
 def request_span() -> TraceSpan:

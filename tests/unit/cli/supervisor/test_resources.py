@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from support.nats import free_ports
 
 from kvmesh.cli.local import find_mesh, with_local_mesh
 from kvmesh.cli.supervisor.errors import UpError
@@ -25,9 +26,9 @@ def settings(folder: Path, **flags: str) -> Settings:
 
 
 @contextmanager
-def used_port() -> Iterator[int]:
+def used_port(port: int = 0) -> Iterator[int]:
     with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
+        holder.bind(("127.0.0.1", port))
         holder.listen()
         yield holder.getsockname()[1]
 
@@ -135,8 +136,9 @@ def test_the_latest_mesh_of_this_user_is_found_elsewhere(
 
 def test_a_planner_reserves_the_metrics_ports_of_all_its_workers(tmp_path: Path) -> None:
     chosen = {"up__frontends": "0", "up__routers": "0", "up__workers": "1", "up__max_workers": "3"}
-    with used_port() as port, ExitStack() as held:
-        ports = {**chosen, "up__metrics_port": str(port - 4)}  # an indexer, a planner, workers
+    first = free_ports(5)  # of an indexer, a planner and three workers
+    with used_port(first + 4) as port, ExitStack() as held:
+        ports = {**chosen, "up__metrics_port": str(first)}
         claim(settings(tmp_path / "a", **ports), held)
         with pytest.raises(UpError, match=f":{port} .*--metrics-port$"):
             claim(settings(tmp_path / "b", **ports, up__planner="true"), held)
