@@ -1,7 +1,7 @@
 """The published OpenAPI description matches the server's responses."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 import schemathesis
@@ -39,6 +39,15 @@ bounded = settings(
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _thresholds_that_no_load_reaches(mesh: Mesh) -> Iterator[None]:
+    """Other tests use the mesh after these have set some thresholds."""
+    yield
+    highest = {"active_decode_blocks_threshold": 1.0, "active_prefill_tokens_threshold": 1 << 40}
+    body = json.dumps({"model": MODEL, **highest}).encode()
+    assert send(mesh, "/busy_threshold", body).status == 200
 
 
 def test_the_description_equals_the_served_one(mesh: Mesh) -> None:
