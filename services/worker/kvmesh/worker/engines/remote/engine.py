@@ -13,6 +13,7 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 
 import aiohttp
+import msgspec
 
 from kvmesh.bus.messages import (
     GENERATE,
@@ -127,6 +128,7 @@ class RemoteEngine(PrefetchingAdapter):
             timeout=timeout,
             connector=aiohttp.TCPConnector(limit=0),
             read_bufsize=LINE_BYTES,
+            json_serialize=_json,
         )
         self._server = InferenceServer(self._http, self._url)
         try:
@@ -487,6 +489,11 @@ def _reports_now(output: StreamOutput, work: Work, is_first: bool) -> bool:
     if output.finish is not None and work.decode is not None and work.decode.explicit:
         return True
     return is_first and any(retain.explicit for retain in work.retention)
+
+
+def _json(body: object) -> str:
+    """JSON in a tenth of the standard library's time: prompts are lists of 100,000 numbers."""
+    return msgspec.json.encode(body).decode()
 
 
 async def _ask_early(server: InferenceServer) -> None:
