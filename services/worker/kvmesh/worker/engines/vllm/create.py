@@ -84,11 +84,8 @@ def create(context: EngineContext) -> "VllmEngine":
         raise EngineConfigError(str(error)) from error
     _use_weights(arguments, context)
     on_cpu = current_platform.is_cpu()
-    if on_cpu:  # what it compiles ahead of time there it cannot load, and compiles again
-        os.environ.setdefault(AOT, "0")
-        arguments["block_size"] = _cpu_block_size(arguments["block_size"])
-        if not (SIZES & arguments.keys() or os.environ.get(CPU_SPACE)):
-            arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes()
+    if on_cpu:
+        _adapt_to_cpu(arguments)
     arguments = lora_arguments(arguments, len(adapters), worker.max_adapters, on_cpu)
     return engine_type(
         arguments,
@@ -104,6 +101,14 @@ def create(context: EngineContext) -> "VllmEngine":
         servers=context.begun,
         on_refused=context.on_refused,
     )
+
+
+def _adapt_to_cpu(arguments: dict[str, Any]) -> None:
+    # what vLLM compiles ahead of time on a CPU it cannot load, and compiles again
+    os.environ.setdefault(AOT, "0")
+    arguments["block_size"] = _cpu_block_size(arguments["block_size"])
+    if not (SIZES & arguments.keys() or os.environ.get(CPU_SPACE)):
+        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes()
 
 
 def _cpu_block_size(size: int) -> int:
