@@ -71,7 +71,7 @@ async def test_a_server_says_how_many_tokens_an_image_has(images_of: Ask) -> Non
             "scale-out",
         ),
         (lambda _: web.json_response({"error": {"message": "no images"}}, status=400), "no images"),
-        (lambda _: web.json_response({"prompt_token_ids": [TOKEN]}), "where it puts them"),
+        (lambda _: web.json_response({"prompt_token_ids": [TOKEN]}), "places 0 tokens"),
         (lambda _: web.json_response([]), "cannot use"),
         (lambda _: web.Response(status=500), "500"),
     ],
@@ -81,6 +81,12 @@ async def test_another_server_takes_none_for_a_reason(
     images_of: Ask, reply: Callable[[dict[str, Any]], web.Response], words: str
 ) -> None:
     assert words in await (await images_of(reply)).problem()
+
+
+async def test_a_server_that_has_become_another_measures_nothing(images_of: Ask) -> None:
+    images = await images_of(lambda _: web.json_response({"prompt_token_ids": [TOKEN]}))
+    with pytest.raises(EngineError, match="places 0 tokens"):
+        await images.measure(CELL, CELL)
 
 
 async def test_an_image_that_the_server_refuses_is_invalid(images_of: Ask) -> None:

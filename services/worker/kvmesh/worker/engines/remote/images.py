@@ -41,13 +41,13 @@ class ServerImages:
     async def problem(self) -> str:
         """The reason for which the server takes no images; empty if it takes them."""
         try:
-            tokens = await self.measure(*PROBE)
+            await self.measure(*PROBE)
         except EngineError as error:
             return f"{redacted(self._url)}: {error} (vLLM has it since 0.32)"
-        return "" if tokens else f"{redacted(self._url)} does not say where it puts them"
+        return ""
 
     async def measure(self, width: int, height: int) -> int:
-        """The tokens of an image of this size, 0 if the server ignores it.
+        """The tokens of an image of this size.
 
         Raises EngineError, whose text begins with "invalid: " if the server refuses the image.
         """
@@ -66,7 +66,7 @@ class ServerImages:
                 content = await response.json()
             places = (content.get("mm_placeholders") or {}).get(MODALITY) or []
             tokens = sum(int(place["length"]) for place in places)
-            return tokens if tokens == len(content["prompt_token_ids"]) else 0
+            expanded = len(content["prompt_token_ids"])
         except Rejected as error:
             raise EngineError(f"invalid: {error}") from error
         except (
@@ -74,6 +74,9 @@ class ServerImages:
             *(ValueError, LookupError, TypeError, AttributeError),
         ) as error:
             raise EngineError(redacted(f"cannot use {self._url}: {cause(error)}")) from error
+        if not tokens or tokens != expanded:
+            raise EngineError(f"the server places {tokens} tokens of an image among {expanded}")
+        return tokens
 
     def request_fields(
         self, work: Work, files: Sequence[bytes], tag: str | None, usage: bool
