@@ -7,6 +7,7 @@ shared start of several conversations: the second one begins a conversation of i
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import compress
 from math import isfinite
 from typing import NamedTuple
 
@@ -195,12 +196,9 @@ class ReturnForecaster:
 
     def _continued(self, hashes: memoryview) -> tuple[Turn | None, int]:
         """The latest turn that this prompt continues, and the blocks of that turn's prompt."""
-        turns = self._turns
-        for count in range(len(hashes), 0, -1):
-            turn = turns.get(hashes[count - 1])
-            if turn is not None:
-                return turn, count
-        return None, 0
+        known = map(self._turns.__contains__, hashes[::-1])
+        count = next(compress(range(len(hashes), 0, -1), known), 0)
+        return (self._turns[hashes[count - 1]], count) if count else (None, 0)
 
     def on_finished(self, outcome: Outcome, now: float) -> None:
         """A request has ended; its placement may follow."""

@@ -1,8 +1,6 @@
 """A whole mesh in virtual time: clients, routers, index and engines over the live cores."""
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import ceil, isnan
@@ -41,6 +39,7 @@ from kvmesh.simulator.records import LoadSample, Records, WorkerRecord
 from kvmesh.simulator.routers import SimulatedRouters
 from kvmesh.simulator.virtual_clock import Action, VirtualClock
 from kvmesh.worker.engines.mock.core import MockCore, MockOutput
+from kvmesh.workload.collection import uncollected
 from kvmesh.workload.model import Round, Workload
 
 PROGRESS_TOKENS = 64
@@ -95,7 +94,7 @@ class Simulation:
             options.speculative_tokens,
         )
         self._unfinished_before = [len(round_.after) for round_ in workload.rounds]
-        self._successors: list[list[int]] = [[] for _ in workload.rounds]
+        self._successors: dict[int, list[int]] = {}
         self.routers = SimulatedRouters(
             self.clock,
             MODEL,
@@ -131,11 +130,11 @@ class Simulation:
             self.routers.join(node.card)
         return nodes
 
+    @uncollected()
     def run(self) -> Records:
         """Advance the clock until every round has ended."""
-        with _gc_disabled():
-            self._schedule()
-            self.clock.run()
+        self._schedule()
+        self.clock.run()
         self.index.receive(self.clock.now + self.options.network.kv_events)
         for worker in self.workers.values():
             self._complete_record(worker)
@@ -336,7 +335,7 @@ class Simulation:
         arrivals: list[tuple[float, Action]] = []
         for index, round_ in enumerate(self.workload.rounds):
             for before in round_.after:
-                self._successors[before].append(index)
+                self._successors.setdefault(before, []).append(index)
             if not round_.after:
                 arrivals.append((round_.at_s / self.options.speed, partial(self._arrive, index)))
         self.clock.plan(arrivals)
@@ -526,7 +525,7 @@ class Simulation:
                 self.nodes.release(session)
         self._remaining -= 1
         self._progress()
-        for successor in self._successors[index]:
+        for successor in self._successors.pop(index, ()):
             self._unfinished_before[successor] -= 1
             if not self._unfinished_before[successor]:
                 delay = self.workload.rounds[successor].at_s / self.options.speed
@@ -538,15 +537,3 @@ class Simulation:
 def _number_of(instance: str) -> int:
     """The number of the worker of an instance."""
     return int(instance.partition(".")[0].rpartition("-")[2])
-
-
-@contextmanager
-def _gc_disabled() -> Iterator[None]:
-    """Disable the cyclic garbage collector, since a run makes hardly any cycles."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()

@@ -5,7 +5,6 @@ outputs, and the time or the rounds that each request waits for. docs/workloads.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -136,12 +135,15 @@ class Workload(Struct, kw_only=True):
     def following(self) -> list[int | None]:
         """The index of the next round of the same session, for each round."""
         following: list[int | None] = [None] * len(self.rounds)
-        for members in self.by_session():
-            for index, after in pairwise(members):
-                following[index] = after
+        latest: dict[int, int] = {}
+        for index, round_ in enumerate(self.rounds):
+            before = latest.get(round_.session)
+            if before is not None:
+                following[before] = index
+            latest[round_.session] = index
         return following
 
     def final_rounds(self) -> set[int]:
         """Indices of the rounds that clients mark as their session's final one."""
-        chains = zip(self.sessions, self.by_session(), strict=True)
-        return {members[-1] for session, members in chains if session.ends and members}
+        last = {round_.session: index for index, round_ in enumerate(self.rounds)}
+        return {index for session, index in last.items() if self.sessions[session].ends}

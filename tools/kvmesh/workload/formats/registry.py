@@ -1,12 +1,12 @@
 """Loads and saves workloads: traces by their content, agent profiles by path or name."""
 
-import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 from kvmesh.runtime.quantities import counted
+from kvmesh.workload.collection import uncollected
 from kvmesh.workload.errors import Repairs, WorkloadError
 from kvmesh.workload.formats import native, tracelab
 from kvmesh.workload.formats.detection import TEXT, FormatError, TraceFormat, format_of
@@ -60,7 +60,7 @@ def load(
     repairs = Repairs(files[0].path, repair)
     for reason in left_out:
         repairs.assume(reason)
-    with _without_collection(), _bounded_depth(files):
+    with uncollected(), _bounded_depth(files):
         read = found.read(files, options, repairs)
     workload = adjusted(read.workload, read.starts, options, repairs)
     repairs.summary = _summary(files, found, workload, read.starts)
@@ -75,18 +75,6 @@ def _bounded_depth(files: Sequence[TraceFile]) -> Iterator[None]:
     except RecursionError as error:
         more = " or a file after it" if len(files) > 1 else ""
         raise FormatError(f"{files[0]}{more}: JSON is nested too deeply") from error
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Pause the search for garbage, a third of the time: readers make many objects, no cycles."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _is_profile(source: str) -> bool:
