@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -472,18 +473,22 @@ async def test_a_card_that_is_not_utf_8_hinders_no_start(bus: Bus, limits: Strea
 async def test_an_instance_reports_only_its_own_load(
     bus: Bus, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def load(instance: str, running: int) -> Load:
+    def load(instance: str, running: int, **others: float) -> Load:
         zeros = dict.fromkeys((field.name for field in fields(Load) if field.required), 0)
-        return Load(**{**zeros, "instance": instance, "running": running})  # type: ignore[arg-type]
+        return Load(**{**zeros, "instance": instance, "running": running, **others})  # type: ignore[arg-type]
 
     received: list[Load] = []
     await follow_loads(bus, received.append)
     bus.post(bus.subjects.load("a-1"), load("b-1", 99))
     await bus.client.publish(bus.subjects.load("a-1"), b"no load")
+    for name, value in (("busy_s", inf), ("step_s", nan), ("computed_tokens", 1 << 60)):
+        bus.post(bus.subjects.load("c-1"), load("c-1", 0, **{name: value}))
+    bus.post(bus.subjects.load("c-1"), load("c-1", -1))
     bus.post(bus.subjects.load("b-1"), load("b-1", 1))
     await eventually(lambda: received)
     assert received == [load("b-1", 1)]
     assert "logged once: it describes b-1" in caplog.text
+    assert caplog.text.count("load.c.1") == 1
 
 
 async def test_the_servers_clock_decides_which_instance_is_later(

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 MAX_NUMBER = 1 << 40  # beyond any engine: a card that states more is malformed
+MAX_COUNT = 1 << 53  # of what an engine counts: tokens of centuries
 MAX_RANKS = 1024  # of one worker: routers and indexers hold state of each
 MAX_NAME = 256  # characters: names become parts of subjects, whose length a server bounds
 MAX_ADAPTERS = 4096  # of one worker: each is a model in the API
@@ -20,6 +21,11 @@ GENERATE, EMBED, SCORE = "generate", "embed", "score"  # tasks of models
 DIGITS = 16
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _IDENTITY = re.compile(rf"(.+)@[0-9a-f]{{{DIGITS}}}", re.DOTALL)
+
+
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Positive = Annotated[float, Meta(ge=0.0, le=MAX_COUNT)]
+Real = Annotated[float, Meta(ge=-MAX_COUNT, le=MAX_COUNT)]  # a variance may be rounded below 0
 
 
 class Load(Struct, frozen=True, kw_only=True):
@@ -38,33 +44,35 @@ class Load(Struct, frozen=True, kw_only=True):
     `prefill_steps` (vLLM does with `vllm.retention`). 0 is unknown.
 
     `load_ratio` is the time to load a block from the node's kvbm over the time to compute it.
+
+    A report with a number that no engine has is malformed: it would spoil what compares engines.
     """
 
     instance: str
-    rank: int
-    running: int
-    waiting: int
-    active_blocks: int
-    cached_blocks: int
-    total_blocks: int
-    prefill_tokens: int
-    steps: int
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    requests: int
-    preemptions: int = 0
-    aborted: int = 0
-    step_s: float = 0.0
-    busy_s: float = 0.0
-    computed_tokens: int = 0
-    decoding: int = 0
-    decode_tokens: int = 0
-    decode_var: float = 0.0
-    waiting_tokens: int = 0
-    waiting_var: float = 0.0
-    prefill_steps: int = 0
-    load_ratio: float = 0.0
+    rank: Count
+    running: Count
+    waiting: Count
+    active_blocks: Count
+    cached_blocks: Count
+    total_blocks: Count
+    prefill_tokens: Count
+    steps: Count
+    prompt_tokens: Count
+    cached_tokens: Count
+    output_tokens: Count
+    requests: Count
+    preemptions: Count = 0
+    aborted: Count = 0
+    step_s: Positive = 0.0
+    busy_s: Positive = 0.0
+    computed_tokens: Count = 0
+    decoding: Count = 0
+    decode_tokens: Count = 0
+    decode_var: Real = 0.0
+    waiting_tokens: Count = 0
+    waiting_var: Real = 0.0
+    prefill_steps: Count = 0
+    load_ratio: Positive = 0.0
 
 
 def adapter_identity(name: str, digest: str) -> str:

@@ -1,5 +1,7 @@
 """Token streams over lost chunks, repeats and changes of worker."""
 
+from math import inf, nan
+
 import pytest
 
 from kvmesh.bus.messages import Chunk
@@ -43,6 +45,55 @@ def test_tokens_beyond_the_limit_end_the_sequence() -> None:
     assert (stream.tokens, len(stream.logprobs)) == ([1, 2, 3], 3)
     assert (stream.finish, stream.ended.is_set()) == ("length", True)
     assert not stream.engine_done  # so the worker is told to stop
+
+
+@pytest.mark.parametrize(
+    ("chunk", "fault"),
+    [
+        (Chunk("r", -1, [1]), "it begins at token -1"),
+        (Chunk("r", 0, [1, -2]), "token -2"),
+        (Chunk("r", 0, [1], finish="weird\x1b"), "the end 'weird\\x1b'"),
+        (Chunk("r", 0, [1], logprobs=[{1: 0.0, -3: 0.0}]), "a log probability of a negative token"),
+    ],
+)
+def test_malformed_output_loses_the_attempt(stream: TokenStream, chunk: Chunk, fault: str) -> None:
+    assert stream.receive(chunk, 11.0) is ChunkResult.OLD
+    assert (stream.lost, stream.loss) == (f"malformed output: {fault}", "failed")
+    assert (stream.tokens, stream.finish, stream.ended.is_set()) == ([], None, True)
+
+
+@pytest.mark.parametrize("cached", [[65], [40, 25], [-1, 5], [0] * 1000])
+def test_cached_tokens_that_the_prompt_cannot_have_are_not_counted(
+    cached: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = TokenStream("r", 0.0, prompt_tokens=64)
+    stream.next_attempt()
+    stream.dispatched("w", 0.0)
+    assert stream.receive(Chunk("r", 0, [1], cached=cached), 1.0) is ChunkResult.NEW
+    assert (stream.cached, stream.tokens) == (None, [1])
+    assert "worker w counts" in caplog.text
+    stream.receive(Chunk("r", 1, [2], cached=[64]), 1.0)
+    assert stream.cached == [64]
+
+
+@pytest.mark.parametrize("seconds", [nan, inf, -1.0])
+def test_times_that_cannot_be_are_not_counted(stream: TokenStream, seconds: float) -> None:
+    stream.receive(Chunk("r", 0, [1], device_s=2.0), 11.0)
+    stream.receive(Chunk("r", 1, [2], device_s=seconds, waited_s=seconds), 11.0)
+    assert (stream.device_s, stream.engine_wait_s) == (2.0, None)
+
+
+def test_a_gap_is_no_sign_of_life(stream: TokenStream) -> None:
+    stream.receive(Chunk("r", 0, [1]), 11.0)
+    stream.receive(Chunk("r", 10**12, [2]), 12.0)
+    assert (stream.received_at, stream.tokens) == (11.0, [1])
+
+
+def test_a_clients_error_has_a_bounded_part_of_the_engines_reason(stream: TokenStream) -> None:
+    stream.receive(Chunk("r", 0, [], finish="error", error="\x1b[31m\n" * 10_000), 11.0)
+    assert stream.error is not None
+    assert len(stream.error.message) < 20_000
+    assert stream.error.message.isprintable()
 
 
 def test_repeated_tokens_count_once(stream: TokenStream) -> None:

@@ -28,7 +28,12 @@ class RemotePrefill:
 
     def __init__(self, model: str, sequence: TokenStream, now: float) -> None:
         self._model = model
-        self.stream = TokenStream(prefill_part(sequence.attempt), now, sequence.tokens)
+        self.stream = TokenStream(
+            prefill_part(sequence.attempt),
+            now,
+            sequence.tokens,
+            prompt_tokens=sequence.prompt_tokens,
+        )
         self.stream.next_attempt()
 
     async def run(

@@ -6,14 +6,19 @@ import secrets
 import sys
 from collections.abc import Sequence
 from enum import Enum
+from math import inf
 from typing import Any, Literal, TypeAlias
 
 from kvmesh.bus.messages import Chunk
 from kvmesh.frontend.errors import ApiError, InvalidRequest
+from kvmesh.runtime.logs import printable
 from kvmesh.tracing.span import NO_SPAN, TraceSpan
 
 Loss: TypeAlias = Literal["", "failed", "vanished"]
 log = logging.getLogger(__name__)
+FINISHES = ("stop", "length", "abort", "error")
+MAX_TIERS = 16
+MAX_REASON = 2000  # characters
 
 
 class ChunkResult(Enum):
@@ -71,6 +76,7 @@ class TokenStream:
     `engine_wait_s` is the time in the queue of the engine that computed the prompt, if known.
     `span` is that of the current attempt. `redirected`: the next attempt goes on after other tokens
     than the engine has generated. `vectors` are what pooled inputs have in place of tokens.
+    `miscounted`: the engine has counted cached tokens that the prompt cannot have.
     """
 
     __slots__ = (
@@ -94,7 +100,9 @@ class TokenStream:
         "logprobs",
         "loss",
         "lost",
+        "miscounted",
         "prefill_cached",
+        "prompt_tokens",
         "received_at",
         "redirected",
         "ref",
@@ -112,9 +120,11 @@ class TokenStream:
         now: float,
         tokens: Sequence[int] = (),
         limit: int = sys.maxsize,
+        prompt_tokens: int = sys.maxsize,
     ) -> None:
         self.id = sequence_id
         self.limit = limit
+        self.prompt_tokens = prompt_tokens
         self._name(sequence_id)
         self.attempts = 0
         self.inherited = 0
@@ -131,6 +141,7 @@ class TokenStream:
         self.error: ApiError | None = None
         self.lost = ""
         self.loss: Loss = ""
+        self.miscounted = False
         self.first_token_at: float | None = None
         self.received_at = now
         self.device_s = 0.0
@@ -189,19 +200,26 @@ class TokenStream:
         return self.fresh if self.instance == instance else 0
 
     def receive(self, chunk: Chunk, now: float) -> ChunkResult:
-        """Add the new tokens of `chunk`; with a gap before it, add nothing."""
-        self.received_at = now
-        if chunk.device_s is not None:
-            self.device_s = chunk.device_s
-        if self.engine_wait_s is None:
-            self.engine_wait_s = chunk.waited_s
+        """Add the new tokens of `chunk`; with a gap before it, or malformed, add nothing.
+
+        A gap is no sign of life, since a worker may never fill it. Malformed output loses the
+        attempt; a malformed measurement is left out.
+        """
         self.started.set()
         have = len(self.tokens)
         skip = have - chunk.offset
         if skip < 0:
             return ChunkResult.GAP
+        self.received_at = now
+        if fault := _fault(chunk):
+            self.lose(f"malformed output: {fault}", "failed")
+            return ChunkResult.OLD
+        if chunk.device_s is not None and _is_time(chunk.device_s):
+            self.device_s = chunk.device_s
+        if self.engine_wait_s is None and chunk.waited_s is not None and _is_time(chunk.waited_s):
+            self.engine_wait_s = chunk.waited_s
         if chunk.cached is not None and self.counts_cached:
-            self.cached = min(chunk.cached, self.prefill_cached or chunk.cached, key=sum)
+            self._count_cached(chunk.cached)
             self.retention_outcomes = chunk.retention or self.retention_outcomes
         fresh = chunk.tokens[skip:] if skip else chunk.tokens
         if not fresh and chunk.finish is None:
@@ -224,16 +242,32 @@ class TokenStream:
             self._finish(chunk)
         return ChunkResult.NEW
 
+    def _count_cached(self, cached: list[int]) -> None:
+        """Take the engine's count of cached tokens, unless the prompt cannot have that many."""
+        if len(cached) > MAX_TIERS or min(cached, default=0) < 0 or sum(cached) > self._most_cached:
+            if not self.miscounted:
+                log.warning(
+                    "worker %s counts %s cached tokens in a prompt of %d of request %s: ignored",
+                    *(self.instance, cached[:MAX_TIERS], self._most_cached, self.id),
+                )
+            self.miscounted = True
+            return
+        self.cached = min(cached, self.prefill_cached or cached, key=sum)
+
+    @property
+    def _most_cached(self) -> int:
+        return self.prompt_tokens + self.inherited
+
     def _finish(self, chunk: Chunk) -> None:
         self.engine_done = True
+        reason = told(chunk.error or "")
         if chunk.finish == "abort":
-            failed = chunk.error is not None
-            self.lose(chunk.error or "the engine aborted the request", "failed" if failed else "")
+            self.lose(reason or "the engine aborted the request", "failed" if reason else "")
             return
         if chunk.invalid:
-            self.error = InvalidRequest(f"The engine refused the request: {chunk.error}")
+            self.error = InvalidRequest(f"The engine refused the request: {reason or 'no reason'}")
         elif chunk.finish == "error":
-            self.error = ApiError("internal", chunk.error or "the engine failed")
+            self.error = ApiError("internal", reason or "the engine failed")
         self.finish = chunk.finish
         if chunk.vectors is not None:
             self.vectors, self.first_token_at = chunk.vectors, self.received_at
@@ -248,7 +282,7 @@ class TokenStream:
     def lose(self, reason: str, loss: Loss = "") -> None:
         """End the attempt, whose worker sends no more; the dispatcher may make another one."""
         if self.finish is None:
-            self.lost, self.loss = reason, loss
+            self.lost, self.loss = told(reason), loss
             self.started.set()
             self.ended.set()
 
@@ -281,3 +315,25 @@ class TokenStream:
         if self.finish is None:
             self.finish = finish
         self.ended.set()
+
+
+def told(reason: str) -> str:
+    """A worker's reason as a client may get it: bounded, and without control characters."""
+    return printable(reason[:MAX_REASON])
+
+
+def _fault(chunk: Chunk) -> str | None:
+    """The fault of a chunk that no engine can mean, None for one without."""
+    if chunk.offset < 0:
+        return f"it begins at token {chunk.offset}"
+    if chunk.tokens and min(chunk.tokens) < 0:
+        return f"token {min(chunk.tokens)}"
+    if chunk.finish is not None and chunk.finish not in FINISHES:
+        return f"the end {chunk.finish!r}"
+    if any(each and min(each) < 0 for each in chunk.logprobs or ()):
+        return "a log probability of a negative token"
+    return None
+
+
+def _is_time(seconds: float) -> bool:
+    return 0.0 <= seconds < inf

@@ -15,7 +15,7 @@ from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
 from kvmesh.bus.messages import Cancel, MessageDecoder, Work, WorkReply
 from kvmesh.frontend.dispatch.images.client import ImageClient
 from kvmesh.frontend.dispatch.token_inbox import Consumer, TokenInbox
-from kvmesh.frontend.dispatch.token_stream import TokenStream
+from kvmesh.frontend.dispatch.token_stream import TokenStream, told
 from kvmesh.prompt_delta.tokens import SentPromptCache
 from kvmesh.tracing.names import OFFER
 
@@ -111,7 +111,7 @@ class WorkClient:
                 self.cancel(stream)  # the worker may accept the offer that was repeated
         elif reply.checking:
             await self._checked(stream)
-        return OfferResult(reply.status, reply.reason)
+        return OfferResult(reply.status, told(reply.reason))
 
     async def _checked(self, stream: TokenStream) -> None:
         """Wait for the engine's first message; raise its error if it refuses the work.

@@ -167,7 +167,11 @@ class ActiveRequest:
         request = prepared.request
         count = len(prepared.prompts) * request.n
         names = [f"{request.id}-{i}" if i else request.id for i in range(count)]
-        streams = [TokenStream(name, started, limit=prepared.max_tokens) for name in names]
+        prompts = [prompt.count for prompt in prepared.prompts for _ in range(request.n)]
+        streams = [
+            TokenStream(name, started, limit=prepared.max_tokens, prompt_tokens=count)
+            for name, count in zip(names, prompts, strict=True)
+        ]
         logprobs = [_logprobs(prepared) for _ in streams]
         self._pipelines = [_pipeline(prepared, parser) for parser in logprobs]
         states = [DispatchState(started + runner.dispatcher.route_timeout_s) for _ in streams]

@@ -41,7 +41,7 @@ class PoolingRun:
                 prepared,
                 prompt,
                 index,
-                TokenStream(name, started, limit=prepared.max_tokens),
+                TokenStream(name, started, limit=prepared.max_tokens, prompt_tokens=prompt.count),
                 lambda: None,
                 DispatchState(started),
             )
