@@ -33,9 +33,8 @@ def decision(
             shares={TTFT: min(0.6 + count / 10, 1.0)},
             quantiles={TTFT: 4.0 / max(count, 1)},
             busy=0.9 / max(count, 1),
-            evaluated_by=by,
         )
-        for count, by in ((wanted - 1, "queue"), (wanted, "simulation"))
+        for count in (wanted - 1, wanted)
     ]
     return ScalingDecision(
         model=model,
@@ -97,7 +96,7 @@ async def test_a_decision_shows_the_fleets_that_were_considered(page: Page, bus:
     await expect(link).to_be_visible()  # a table that changes takes the focus away
     await link.press("Enter")
     fleets = page.get_by_role("region", name="fleets considered")
-    await expect(fleets.get_by_role("row").filter(has_text="chosen")).to_contain_text("simulation")
+    await expect(fleets.get_by_role("row").filter(has_text="chosen")).to_contain_text("workers 5")
     await expect(fleets.get_by_role("row").filter(has_text="workers 4")).to_contain_text(
         "100.0% (1 s)"
     )

@@ -82,7 +82,7 @@ def settings_of(name: str, seed: Path, **variables: str) -> Settings:
 
 
 def test_every_variable_is_a_setting_with_a_valid_value(tmp_path: Path) -> None:
-    for name in (*SERVICES, *IN_PLACE_OF, "planner", "oracle"):
+    for name in (*SERVICES, *IN_PLACE_OF, "planner"):
         settings = settings_of(name, tmp_path / "seed")
         service = parsed("compose.yaml")["services"][name]
         role = IN_PLACE_OF.get(name, name)
@@ -121,7 +121,6 @@ def test_containers_are_confined() -> None:
             *SERVICES,
             *IN_PLACE_OF,
             "planner",
-            "oracle",
         ):  # else a wrong setting, status 2, would be retried until cancelled
             assert service["restart"] == "on-failure:3", name
 

@@ -330,7 +330,7 @@ async def test_a_planner_with_invalid_settings_ends_with_status_2(
     assert "Traceback" not in log
 
 
-@pytest.mark.parametrize("role", ["planner", "router", "oracle"])
+@pytest.mark.parametrize("role", ["planner", "router"])
 async def test_wrong_settings_are_refused_without_nats(role: str, tmp_path: Path) -> None:
     mesh = Mesh("nats://127.0.0.1:1", tmp_path, {})
     wrong = {"KVMESH_PLANNER_POOLS": "w:min=3,max=2", "KVMESH_ROUTER_POLICY": "none"}

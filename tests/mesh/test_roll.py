@@ -157,9 +157,9 @@ async def test_another_installation_takes_over(up: Up, traffic: Traffic, tmp_pat
 
 
 async def test_a_mesh_without_the_service_says_so(up: Up) -> None:
-    status, output = await rolled(up, "oracle")
+    status, output = await rolled(up, "planner")
     assert status == 1
-    assert "no oracle runs" in output
+    assert "no planner runs" in output
 
 
 async def test_nobody_who_runs_the_process_is_an_error(up: Up, traffic: Traffic) -> None:

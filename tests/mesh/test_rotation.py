@@ -20,7 +20,7 @@ from kvmesh.bus.discovery.leases import REFUSED_STATE, STATE
 from kvmesh.bus.messages import Role
 
 LIVES_S = 12.0  # of a user; renewed far more often
-ROLES = ("frontend", "router", "indexer", "worker", "kvbm", "planner", "oracle")
+ROLES = ("frontend", "router", "indexer", "worker", "kvbm", "planner")
 FAST = {"KVMESH_MOCK_SPEEDUP": "4"}
 
 
@@ -115,7 +115,6 @@ def secured_mesh(server: SecuredServer, folder: Path, workers: int) -> Mesh:
         mesh.start("worker", f"worker-{number}", **server.env(f"worker.worker-{number}"))
     mesh.start("kvbm", "kvbm-0", **server.env("kvbm.kvbm-0"), **node)
     mesh.start("planner", "planner-0", **server.env("planner"))
-    mesh.start("oracle", "oracle-0", **server.env("oracle"))
     mesh.start("frontend", "frontend-0", **server.env("frontend"))
     return mesh
 

@@ -330,7 +330,7 @@ async def test_only_permitted_users_create_missing_streams(
 # Permissions of each user, by subject. A listener subscribes with the given `>` and `*`.
 
 W0, W1, KV = "worker.worker-0", "worker.worker-1", "kvbm.kv-0"
-EVERYBODY = {"frontend", "router", "indexer", W0, W1, KV, "planner", "oracle"}
+EVERYBODY = {"frontend", "router", "indexer", W0, W1, KV, "planner"}
 EVERYBODY |= {"operator", "observer", "dashboard"}
 LOOKS = {"operator", "observer", "dashboard"}
 SENDS: dict[str, set[str]] = {
@@ -362,13 +362,11 @@ SENDS: dict[str, set[str]] = {
     SUBJECTS.load("worker-0-1f"): {W0},
     SUBJECTS.starting("worker-0-1f"): {W0},
     SUBJECTS.scaling("m"): {"planner"},
-    SUBJECTS.oracle: {"planner"},
-    "_INBOX.frontend.x": {"frontend", "router", "indexer", W0, W1, KV, "planner", "oracle"},
+    "_INBOX.frontend.x": {"frontend", "router", "indexer", W0, W1, KV, "planner"},
     f"$KV.{SUBJECTS.instances_bucket}.worker.worker-0.1f": {"frontend", W0, "operator"},
     f"$KV.{SUBJECTS.instances_bucket}.parked.worker-0.1f": {"frontend", W0, "operator"},
     f"$KV.{SUBJECTS.instances_bucket}.router.r.1f": {"router", "operator"},
     f"$KV.{SUBJECTS.instances_bucket}.planner.p.1f": {"planner", "operator"},
-    f"$KV.{SUBJECTS.instances_bucket}.oracle.o.1f": {"oracle", "operator"},
     f"$KV.{SUBJECTS.plan_bucket}.desired": {"planner", "operator"},
     f"$KV.{SUBJECTS.keys_bucket}.a": {"operator"},
     f"$KV.{SUBJECTS.pins_bucket}.a": {"frontend", "operator"},
@@ -397,13 +395,12 @@ HEARS: dict[str, set[str]] = {
     SUBJECTS.starting_all: {"planner", *LOOKS},
     SUBJECTS.wake_all: {"planner", *LOOKS},
     SUBJECTS.tool_all: {"router", *LOOKS},
-    SUBJECTS.oracle: {"oracle"},
     SUBJECTS.index_all: {"indexer"},
     SUBJECTS.index_at("indexer-0-1f"): {"indexer"},
     SUBJECTS.index_part_at("indexer-0-1f"): {"indexer"},
     SUBJECTS.router("m"): {"router"},
     SUBJECTS.router_at("m", "router-0-1f"): {"router"},
-    SUBJECTS.ping("worker-0-1f"): {"router", W0, "planner", "oracle"},
+    SUBJECTS.ping("worker-0-1f"): {"router", W0, "planner"},
     SUBJECTS.sessions: {"frontend"},
     SUBJECTS.limits: {"frontend"},
     SUBJECTS.work("worker-0-1f"): {W0},
@@ -436,7 +433,7 @@ HEARS: dict[str, set[str]] = {
 }
 READS: dict[str, set[str]] = {
     SUBJECTS.kv_stream: {"indexer", *LOOKS},
-    SUBJECTS.route_stream: {"router", "planner", "oracle", *LOOKS},
+    SUBJECTS.route_stream: {"router", "planner", *LOOKS},
     SUBJECTS.seq_stream: {"router", "planner", *LOOKS},
     SUBJECTS.scaling_stream: {"planner", *LOOKS},
     f"KV_{SUBJECTS.instances_bucket}": EVERYBODY,

@@ -26,7 +26,7 @@ def test_a_second_run_adds_users_and_replaces_no_key(tmp_path: Path) -> None:
     before = seeds(folder)
     assert set(before) == {
         *("frontend", "router", "indexer", "worker.worker-0", "kvbm.kvbm-0"),
-        *("planner", "oracle", "operator", "observer", "dashboard"),
+        *("planner", "operator", "observer", "dashboard"),
     }
     assert len(set(before.values())) == len(before)
     assert secure(folder, "--workers", "worker-1").returncode == 0

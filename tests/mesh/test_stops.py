@@ -15,7 +15,7 @@ from support.mesh import Mesh
 from support.nats import NatsServer, free_port
 from support.wait import PATIENCE_S, eventually
 
-ROLES = ("indexer", "router", "kvbm", "worker", "planner", "oracle", "frontend", "dashboard")
+ROLES = ("indexer", "router", "kvbm", "worker", "planner", "frontend", "dashboard")
 WORSE = ("Traceback", "leaked", "Exception ignored", "never retrieved", "was destroyed", "awaited")
 NATS = "nats"
 
@@ -80,8 +80,7 @@ def told_nothing_worse(mesh: Mesh) -> None:
 async def test_any_order_of_stopping_is_clean(mesh: Mesh, server: NatsServer, first: str) -> None:
     start(mesh)
     await mesh.ready()
-    for role, line in (("oracle", "answering"), ("dashboard", "page at")):
-        await eventually(partial(said, mesh, role, line))
+    await eventually(partial(said, mesh, "dashboard", "page at"))
     order = [role for role in (*ROLES, NATS) if role != first]
     random.Random(first).shuffle(order)
     if first == "frozen":

@@ -1,4 +1,4 @@
-"""Ended requests with blocks, as an oracle has followed them."""
+"""Ended requests with blocks."""
 
 from collections.abc import Sequence
 from random import Random
@@ -6,14 +6,9 @@ from random import Random
 import numpy as np
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import Decision, FleetQuestion, Outcome, PromisedLatency, SimulatedPool
+from kvmesh.bus.messages import Decision, Outcome
 from kvmesh.workload.capture import CapturedRound
-from support.planned_model import BLOCK, START, TIMES, decision, outcome
-
-POOL = SimulatedPool(
-    name="workers", step_s=TIMES.step, prefill_step_s=TIMES.prefill_step, token_s=TIMES.token,
-    kv_token_s=TIMES.kv_token, step_tokens=8192, max_sequences=256, kv_tokens=16_384 * BLOCK,
-)  # fmt: skip
+from support.planned_model import BLOCK, START, decision, outcome
 
 
 def events(
@@ -42,18 +37,3 @@ def distinct(count: int, rate: float, blocks: int = 64, seed: int = 0) -> list[C
         first = 1 + number * blocks
         found.append(ended(f"r-{number}", at, range(first, first + blocks)))
     return found
-
-
-def question(
-    fleets: Sequence[Sequence[int]], level: float, budget_s: float = 60.0,
-    pools: Sequence[SimulatedPool] = (POOL,), ttft_s: float = 2.0,
-) -> FleetQuestion:  # fmt: skip
-    return FleetQuestion(
-        model="m",
-        pools=list(pools),
-        fleets=[list(fleet) for fleet in fleets],
-        promises=[PromisedLatency(metric="ttft", quantile=0.9, seconds=ttft_s)],
-        level=level,
-        since=START,
-        budget_s=budget_s,
-    )

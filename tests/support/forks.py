@@ -45,7 +45,7 @@ IMPORTED = (
     *("kvmesh.cli.bus_session", "kvmesh.cli.status.report", "kvmesh.cli.status.view"),
     *(
         f"kvmesh.{role}.service"
-        for role in ("frontend", "router", "indexer", "kvbm", "worker", "planner", "oracle")
+        for role in ("frontend", "router", "indexer", "kvbm", "worker", "planner")
     ),
 )
 MOST_BYTES = 1 << 20

@@ -24,7 +24,6 @@ class User(StrEnum):
     WORKER = "worker"
     KVBM = "kvbm"
     PLANNER = "planner"
-    ORACLE = "oracle"
     OPERATOR = "operator"
     OBSERVER = "observer"
     DASHBOARD = "dashboard"
@@ -196,22 +195,12 @@ def _planner(s: Subjects, name: str) -> Grant:
     streams = (s.route_stream, s.seq_stream, s.scaling_stream)
     return (
         [
-            *(s.scaling(ANY), s.ctl(_EACH), s.oracle),
+            *(s.scaling(ANY), s.ctl(_EACH)),
             *_lease(s, User.PLANNER, name),
             *_write(s.plan_bucket),
             *_reads(*streams, _kv(s.instances_bucket), _kv(s.plan_bucket)),
         ],
         [s.load_all, s.starting_all, s.wake_all, s.ping(f"{name}-{ANY}"), s.traces],
-    )
-
-
-def _oracle(s: Subjects, name: str) -> Grant:
-    return (
-        [
-            *_lease(s, User.ORACLE, name),
-            *_reads(s.route_stream, _kv(s.instances_bucket)),
-        ],
-        [s.oracle, s.ping(f"{name}-{ANY}"), s.traces],
     )
 
 
@@ -254,7 +243,6 @@ _TABLE: dict[User, Callable[[Subjects, str], Grant]] = {
     User.WORKER: _worker,
     User.KVBM: _kvbm,
     User.PLANNER: _planner,
-    User.ORACLE: _oracle,
     User.OPERATOR: _operator,
     User.OBSERVER: _observer,
     User.DASHBOARD: _dashboard,

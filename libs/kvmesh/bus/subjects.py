@@ -117,7 +117,6 @@ class Subjects:
         self.tenants_key = "tenants"  # in the secrets bucket: salts tenants' names
         # subjects without a name of their own
         self.index_all = of("index", "*")
-        self.oracle = of("oracle")  # questions of planners about candidate fleets
         self.sessions = of("sessions")  # session queries between frontends
         self.limits = of("limits")  # use of API keys' limits, published between frontends
         self.traces = of("traces")  # unsampled traces that are kept, published by frontends

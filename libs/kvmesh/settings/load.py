@@ -36,9 +36,17 @@ KEY = re.compile(r"^(\w+): (.*(?:\n +.*)*)", re.MULTILINE)  # of a section's doc
 TUNING = "\nTuning:\n"
 OptionKey: TypeAlias = tuple[str, str]
 # Settings of the former release, and what holds without them.
-REMOVED: dict[OptionKey, str] = dict.fromkeys(
-    (("worker", "eviction"), ("kvbm", "eviction")), "recency orders eviction"
-)
+REMOVED: dict[OptionKey, str] = {
+    ("worker", "eviction"): "recency orders eviction",
+    ("kvbm", "eviction"): "recency orders eviction",
+    **dict.fromkeys(
+        (
+            *(("up", "oracle"), ("planner", "oracle_budget_s")),
+            *(("oracle", "window_s"), ("oracle", "window_bytes")),
+        ),
+        "planners evaluate fleets by their queue model alone",
+    ),
+}
 
 
 class SettingsError(Exception):
@@ -240,7 +248,8 @@ def _read(file: Path, known: Mapping[OptionKey, Option]) -> Iterator[tuple[Optio
     sections = {section for section, _ in known}
     for section, content in tree.items():
         if section not in sections:
-            reason = f"unknown section [{section}]{hint(section, sections)}"
+            told = next((f": {told}" for (s, _), told in REMOVED.items() if s == section), None)
+            reason = f"unknown section [{section}]{told or hint(section, sections)}"
             faults.append(SettingsError(str(file), reason))
             continue
         if not isinstance(content, dict):
@@ -313,7 +322,7 @@ def _warn_unknown(env: Mapping[str, str], known: Mapping[str, Option]) -> None:
     sections = tuple(f"{PREFIX}{name}_".upper() for name in Settings.__struct_fields__)
     removed = {f"{PREFIX}{'_'.join(key)}".upper(): f": {told}" for key, told in REMOVED.items()}
     for name in env:
-        if name.startswith(sections) and name not in known:
+        if name in removed or (name.startswith(sections) and name not in known):
             told = removed.get(name) or hint(name, known)
             log.warning("ignored unknown environment variable %s%s", name, told)
 

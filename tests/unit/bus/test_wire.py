@@ -37,7 +37,6 @@ NOT_TAILED = {
     messages.Fetched,
     messages.IdleModel,
     messages.IndexCheck,
-    messages.FleetAnswer,
     messages.FleetReport,
     messages.Incomplete,
     messages.LearnedReport,

@@ -39,9 +39,8 @@ def decision(
                 shares={TTFT: count / 2},
                 quantiles={TTFT: 1.5},
                 busy=0.5,
-                evaluated_by=by,
             )
-            for count, by in ((1, "queue"), (2, "simulation"))
+            for count in (1, 2)
         ],
     )
 
@@ -93,6 +92,6 @@ def test_many_decisions_are_thinned_evenly() -> None:
 
 def test_candidates_are_listed_with_their_shares() -> None:
     head, first, chosen = candidate_rows(decision(0))
-    assert head == ["workers", "cost per hour", "busy", TTFT, "evaluated by", ""]
-    assert first == ["gpu 1", "1", "50%", "50.0% (1.5 s)", "queue model", ""]
-    assert chosen[-2:] == ["simulation", "chosen"]
+    assert head == ["workers", "cost per hour", "busy", TTFT, ""]
+    assert first == ["gpu 1", "1", "50%", "50.0% (1.5 s)", ""]
+    assert chosen[-2:] == ["100.0% (1.5 s)", "chosen"]

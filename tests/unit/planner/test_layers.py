@@ -4,7 +4,7 @@ from support.layers import imports_of, modules_of, upward_imports
 
 LAYERS = [
     ["service"],
-    ["fleet_driver", "fleet_planner", "idle_models", "leadership", "oracle_client"],
+    ["fleet_driver", "fleet_planner", "idle_models", "leadership"],
     ["models", "record", "worker_commands"],
     ["actions"],
     ["metrics", "connectors", "config"],

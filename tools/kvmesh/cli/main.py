@@ -32,6 +32,7 @@ MOVED = {
     "whatif": "simulate live",
     "version": VERSION,
 }
+ENDED = {"oracle": "planners evaluate fleets by their queue model alone"}
 STARTED = ("up", "frontend", "router", "indexer", "worker", "planner")  # like processes of Dynamo
 
 
@@ -74,7 +75,8 @@ def run(arguments: Sequence[str]) -> int:
     command, rest = find_command(arguments)
     if command is None:
         now = f"; it is kvmesh {MOVED[name]} now" if name in MOVED else ""
-        parser.error(f"unknown command {name}{now or did_you_mean(name, NOUNS)}")
+        ended = f"; {ENDED[name]}" if name in ENDED else ""
+        parser.error(f"unknown command {name}{now or ended or did_you_mean(name, NOUNS)}")
     return _run(command, rest)
 
 

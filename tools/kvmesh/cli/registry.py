@@ -30,7 +30,7 @@ NOT_SIMULATED: frozenset[OptionKey] = frozenset(
         *(("kvbm", key) for key in ("disk_free_bytes", "remote_timeout_s")),
         ("kvbm", "metrics_port"),
         *(("planner", key) for key in ("name", "connector", "metrics_port")),
-        *(("planner", key) for key in ("compose_file", "namespace", "command", "oracle_budget_s")),
+        *(("planner", key) for key in ("compose_file", "namespace", "command")),
         *(("planner", key) for key in ("connector_timeout_s", "manual_hold_s")),
     ]
 )
@@ -44,7 +44,6 @@ ROLES = (
     "transfer",
     "weights",
     "planner",
-    "oracle",
     "dashboard",
 )
 
@@ -106,14 +105,6 @@ GROUPS = {
             "worker", "run one worker: an engine and its publisher", *ENGINES, "transfer", "weights"
         ),
         _service("planner", "run one planner: decides how many workers run, and has it done"),
-        Command(
-            "oracle",
-            "run one oracle: simulates candidate fleets for planners",
-            "kvmesh.cli.commands.run.service",
-            own="oracle",
-            sections=("router", *SERVICE),
-            excluded=NOT_SIMULATED - {("router", "policy")},
-        ),
         Command(
             "dashboard",
             "run the dashboard: a web page with the state of the mesh, live",

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 READY = "ready"  # `STATE` of a process that has to catch up before
 OPEN_S = 10.0
 MAX_NAMESAKES = 64  # live instances of one name, as of a worker that dies again and again
-ROUTE_READERS = frozenset((Role.ROUTER, Role.PLANNER, Role.ORACLE))
+ROUTE_READERS = frozenset((Role.ROUTER, Role.PLANNER))
 
 
 def routable(card: Instance) -> bool:

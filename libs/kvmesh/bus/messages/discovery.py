@@ -107,7 +107,6 @@ class Role(StrEnum):
     PARKED = "parked"
     KVBM = "kvbm"
     PLANNER = "planner"
-    ORACLE = "oracle"
 
 
 class WorkerState(StrEnum):

@@ -1,7 +1,4 @@
-"""The fleet that the planner wants, the answers of those who start and stop workers, and wakes.
-
-Also the planner's questions to an oracle, which simulates candidate fleets.
-"""
+"""The fleet that the planner wants, the answers of those who start and stop workers, and wakes."""
 
 from msgspec import Struct
 
@@ -160,8 +157,6 @@ class FleetCandidate(Struct, frozen=True, kw_only=True):
 
     `shares` are the shares of requests that would keep each promise, `quantiles` the promised
     quantiles in seconds, both by promise; `busy` is the share of time that its workers step.
-    `evaluated_by` is "queue" for the planner's own model, "simulation" for an oracle's, and
-    "corrected queue" for its own with what a simulation of another fleet differs from it.
     """
 
     workers: dict[str, int]
@@ -169,68 +164,6 @@ class FleetCandidate(Struct, frozen=True, kw_only=True):
     shares: dict[str, float]
     quantiles: dict[str, float]
     busy: float = 0.0
-    evaluated_by: str = "queue"
-
-
-class SimulatedPool(Struct, frozen=True, kw_only=True):
-    """The workers of one pool in a `FleetQuestion`: step times in seconds, sizes in tokens.
-
-    A step that computes prompt tokens takes `prefill_step_s` and `token_s` for each of them; one
-    that decodes takes `step_s` and `kv_token_s` for each token of KV in use. One that does both
-    takes the sum. `cost` is that of a worker per hour.
-    """
-
-    name: str
-    step_s: float
-    prefill_step_s: float
-    token_s: float
-    kv_token_s: float
-    step_tokens: int
-    max_sequences: int
-    kv_tokens: int
-    cost: float = 1.0
-
-
-class PromisedLatency(Struct, frozen=True, kw_only=True):
-    """A promise in a `FleetQuestion`: `quantile` of a class's requests within `seconds`.
-
-    `metric` is "ttft", "itl" or "queue".
-    """
-
-    metric: str
-    quantile: float
-    seconds: float
-    request_class: str = ""
-
-
-class FleetQuestion(Struct, frozen=True, kw_only=True):
-    """A planner asks an oracle to simulate candidate fleets on a model's recent requests.
-
-    `fleets` are numbers of workers in the order of `pools`; the first ones are wanted most. The
-    requests are those that arrived from `since` (Unix seconds) on, as dense as `level` (arrivals
-    per second). The oracle answers within `budget_s` seconds.
-    """
-
-    model: str
-    pools: list[SimulatedPool]
-    fleets: list[list[int]]
-    promises: list[PromisedLatency]
-    level: float
-    since: float
-    budget_s: float
-
-
-class FleetAnswer(Struct, frozen=True, kw_only=True):
-    """The simulated fleets, in the order of the question; those beyond the budget are missing.
-
-    `requests` of the window were simulated for each, in `seconds` altogether. With `error`, nothing
-    was simulated.
-    """
-
-    candidates: list[FleetCandidate] = []
-    requests: int = 0
-    seconds: float = 0.0
-    error: str = ""
 
 
 class PoolPlan(Struct, frozen=True, kw_only=True):

@@ -31,7 +31,6 @@ class Settings(Section, frozen=True, kw_only=True):
     worker: WorkerSettings = WorkerSettings()
     kvbm: KvbmSettings = KvbmSettings()
     planner: PlannerSettings = PlannerSettings()
-    oracle: OracleSettings = OracleSettings()
     dashboard: DashboardSettings = DashboardSettings()
     mock: MockSettings = MockSettings()
     transfer: TransferSettings = TransferSettings()

@@ -37,7 +37,6 @@ class PlannerSettings(Section, frozen=True, kw_only=True):
     up_cooldown_s: least time between two additions to a pool
     manual_hold_s: a pool that someone else resized is left alone for this long
     predictor: predictor of the arrivals: seasonal, kalman or constant
-    oracle_budget_s: time that an oracle may take to simulate candidate fleets; 0: none is asked
     connector_timeout_s: longest wait for the connector's place to accept a change
     """
 
@@ -59,7 +58,6 @@ class PlannerSettings(Section, frozen=True, kw_only=True):
     zero_after_s: Seconds = 300.0
     manual_hold_s: Weight = 900.0
     predictor: str = "seasonal"
-    oracle_budget_s: Annotated[float, Meta(ge=0, le=600)] = 0.0
     metrics_port: Port = 0
     compose_file: Path | None = None
     namespace: str = ""

@@ -1,24 +1,8 @@
-"""Settings of `kvmesh up`, the dashboard and the oracle."""
+"""Settings of `kvmesh up` and the dashboard."""
 
 from pathlib import Path
 
 from kvmesh.settings.schema.common import LOOPBACK, Amount, Count, Port, Seconds, Section
-
-
-class OracleSettings(Section, frozen=True, kw_only=True):
-    """
-    name: stable name; empty derives one
-    metrics_port: port of /metrics and /health; 0: none
-
-    Tuning:
-    window_s: longest window of past requests that it simulates
-    window_bytes: most memory for their block hashes, in bytes
-    """
-
-    name: str = ""
-    window_s: Seconds = 1800.0
-    window_bytes: Count = 64 << 20
-    metrics_port: Port = 0
 
 
 class DashboardSettings(Section, frozen=True, kw_only=True):
@@ -55,7 +39,6 @@ class UpSettings(Section, frozen=True, kw_only=True):
     prefill_workers: additional prefill workers for long prompts; 0: none
     kvbm: run a kvbm, which shares memory and disk for blocks among the workers
     planner: run a planner, which starts and stops workers as the load demands
-    oracle: run an oracle, which simulates candidate fleets for the planner
     dashboard: run the dashboard, a web page with the state of the mesh
     max_workers: most workers of each pool that a planner may run; at least as many as the mesh
         starts with
@@ -81,7 +64,6 @@ class UpSettings(Section, frozen=True, kw_only=True):
     prefill_workers: Amount = 0
     kvbm: bool = False
     planner: bool = False
-    oracle: bool = False
     dashboard: bool = True
     max_workers: Count = 8
     parked: Amount = 0

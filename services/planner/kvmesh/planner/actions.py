@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from kvmesh.bus.messages import Drain, FleetQuestion, Promote, Serve, Sleep
+from kvmesh.bus.messages import Drain, Promote, Serve, Sleep
 from kvmesh.planner.connectors.interface import PoolState
 from kvmesh.planner.core.groups.candidates import Plan
 
@@ -28,7 +28,7 @@ class Decided:
     """The plan of one model, of which `before` were wanted until now, by pool.
 
     It has `changed` unless it repeats the last one. It is `due` on the stream of decisions if it
-    has, or if none was recorded for a while. An oracle may answer the `question`, if any.
+    has, or if none was recorded for a while.
     """
 
     model: str
@@ -36,7 +36,6 @@ class Decided:
     before: Mapping[str, int]
     changed: bool
     due: bool
-    question: FleetQuestion | None = None
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,6 @@ def plan_options(
         max_devices=inf if devices is None else devices,
         disagg_tokens=router.disagg_tokens,
         batch_classes=batch_classes(router.batch_classes),
-        oracle_budget_s=settings.oracle_budget_s,
     )
     return options, pools
 

@@ -300,7 +300,7 @@ class FleetPlanner:
         due |= now - self._recorded_at.get(model, 0.0) >= wait_s
         if due:
             self._recorded_at[model], self._recorded[model] = now, kept
-        return Decided(model, plan, before, changed, due, core.question)
+        return Decided(model, plan, before, changed, due)
 
     # changes of the fleet
 

@@ -26,9 +26,6 @@ kept = Gauge(
     "Share of the latest requests that kept a promise",
     ["model", "promise"],
 )
-oracle_answers = Counter(
-    f"{_PREFIX}_oracle_answers", "Questions to an oracle, by result: answered, failed", ["result"]
-)
 role_switches = Counter(
     f"{_PREFIX}_role_switches",
     "Workers asked to change their role to that of a pool, by whether they did",

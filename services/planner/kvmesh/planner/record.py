@@ -53,7 +53,6 @@ def scaling_decision(
                 shares=dict(zip(each.promises, each.kept.shares, strict=True)),
                 quantiles=dict(zip(each.promises, each.kept.quantiles, strict=True)),
                 busy=each.kept.busy,
-                evaluated_by=each.evaluated_by,
             )
             for each in plan.candidates
         ],

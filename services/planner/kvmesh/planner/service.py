@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,8 +14,6 @@ from kvmesh.bus.discovery.ping import answer_pings
 from kvmesh.bus.discovery.worker_reports import follow_loads, follow_starts
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import (
-    FleetAnswer,
-    FleetQuestion,
     Instance,
     MessageDecoder,
     Role,
@@ -44,7 +41,6 @@ from kvmesh.planner.fleet_planner import FleetPlanner
 from kvmesh.planner.idle_models import IdleModels
 from kvmesh.planner.leadership import Leadership
 from kvmesh.planner.models import ModelPlanners
-from kvmesh.planner.oracle_client import OracleClient
 from kvmesh.planner.profiles import unfit_profile
 from kvmesh.planner.record import scaling_decision
 from kvmesh.planner.worker_commands import WorkerCommands
@@ -84,7 +80,6 @@ class PlannerService:
         )
         self._failing: dict[str, str] = {}
         self._idle = IdleModels(service.bus, service.instance, service.warnings, lambda: self.leads)
-        self._oracle = OracleClient(service.bus, service.warnings)
         self._leadership = Leadership()
         self._lease = Lease(
             service.bus, self._card(), service.limits, self._on_lapsed, rejoins=True
@@ -156,7 +151,6 @@ class PlannerService:
             service.start_watchdog()
             await service.stopping.wait()
         finally:
-            await self._oracle.close()
             await self._commands.close()
             await self._driver.close()
             for reader in (self._routes, self._sequences, self._changes, self._decisions):
@@ -284,8 +278,6 @@ class PlannerService:
                     await self._bus.store(subject, encode(record), STORE_S)
                 except BusError as error:
                     log.warning("could not record a decision: %s", cause(error))
-            if each.question is not None and self._oracle.ready:
-                self._oracle.ask(each.question, partial(self._answered, each.model))
         if not self.leads:  # the process may have been frozen meanwhile
             self._fleet.stand_by()
             return
@@ -329,9 +321,6 @@ class PlannerService:
         return scaling_decision(
             core, decided, self._service.instance, now, self._settings.connector
         )
-
-    def _answered(self, model: str, question: FleetQuestion, answer: FleetAnswer) -> None:
-        self._models.cores[model].answered(question, answer, time.time())
 
     async def _read_idle(self) -> bool:
         """Read the entries of the planner that led before; False, with a warning, on an error."""

@@ -5,7 +5,6 @@ import struct
 
 import msgspec
 import pytest
-from support.ended_requests import question
 
 from kvmesh.bus import messages as m
 from kvmesh.bus.messages import KvLayout
@@ -141,11 +140,6 @@ CARD = m.Instance(instance="w-1", role=m.Role.WORKER, name="w", version="0.1.0",
             "scaling",
             SCALING,
             ["demo workers 2→3", "1.50/s, forecast 2.00/s", "4 waiting  workers 2 → 3"],
-        ),
-        (
-            "oracle",
-            question([[2], [3]], 1.5, budget_s=10.0),
-            ["m at 1.50/s: workers 2 or workers 3, in 10 s"],
         ),
         ("load", LOAD, ["#0  3 running, 1 waiting", "10 active, 20 cached of 100"]),
         (

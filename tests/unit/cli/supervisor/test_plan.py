@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from kvmesh.cli.supervisor.plan import (
-    ORACLE_BUDGET_S,
     first_worker_port,
     frontend_ports,
     most_workers,
@@ -111,18 +110,6 @@ def test_a_planner_keeps_the_connector_and_the_pools_that_are_set() -> None:
     chosen = settings(up__planner="true", planner__connector="command", planner__pools=pools)
     own = load(None, service_specs(chosen, {})[-2].env, {}).planner
     assert (own.connector, own.pools) == ("command", [pools])
-
-
-def test_a_planner_asks_the_oracle_of_its_mesh() -> None:
-    chosen = settings(up__planner="true", up__oracle="true", up__metrics_port="9100")
-    oracle, planner = service_specs(chosen, {})[-3:-1]
-    assert (oracle.name, oracle.role, planner.role) == ("oracle-0", "oracle", "planner")
-    assert load(None, oracle.env, {}).oracle.metrics_port == 9103
-    assert load(None, planner.env, {}).planner.oracle_budget_s == ORACLE_BUDGET_S
-    own = settings(up__planner="true", up__oracle="true", planner__oracle_budget_s="3")
-    assert load(None, service_specs(own, {})[-2].env, {}).planner.oracle_budget_s == 3
-    alone = settings(up__planner="true")
-    assert load(None, service_specs(alone, {})[-1].env, {}).planner.oracle_budget_s == 0
 
 
 @pytest.mark.parametrize(("planner", "first"), [("false", 9102), ("true", 9103)])

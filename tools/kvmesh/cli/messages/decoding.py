@@ -12,7 +12,6 @@ from kvmesh.bus.messages import (
     Control,
     Dump,
     ExpectReturns,
-    FleetQuestion,
     Instance,
     KeepTraces,
     KvBatch,
@@ -43,7 +42,7 @@ from kvmesh.frontend.namespaces import SEPARATOR, own_name
 STREAMED = ("kv", "route", "seq", "scaling")
 REQUESTS = (
     *("index", "indexer", "router", "work", "ctl", "ask", "dump", "ping", "kvbm", "sessions"),
-    *("oracle", "weights", "adapters"),
+    *("weights", "adapters"),
 )
 HASHES = frozenset({"conversation", "parent", "previous", "salt"})
 TOKENS = frozenset({"messages", "tokens", "tool_hashes"})
@@ -67,7 +66,6 @@ _decoders: dict[str, MessageDecoder[Any]] = {
     "kvbm": MessageDecoder(KvbmRequest),
     "computing": MessageDecoder(ClaimAnnouncement),
     "sessions": MessageDecoder(SessionQuery),
-    "oracle": MessageDecoder(FleetQuestion),
     "limits": MessageDecoder(LimitUse),
     "traces": MessageDecoder(KeepTraces),
     "load": MessageDecoder(Load),

@@ -171,15 +171,6 @@ def _scaling(decision: m.ScalingDecision) -> str:
     return "  ".join(parts)
 
 
-def _fleet_question(asked: m.FleetQuestion) -> str:
-    names = [pool.name for pool in asked.pools]
-    fleets = [
-        _some([f"{name} {n}" for name, n in zip(names, fleet, strict=False)])
-        for fleet in asked.fleets
-    ]
-    return f"{asked.model} at {asked.level:.2f}/s: {' or '.join(fleets)}, in {asked.budget_s:g} s"
-
-
 def _query(query: m.OverlapQuery) -> str:
     blocks = sum(len(prompt) // HASH_BYTES for prompt in query.prompts)
     return f"{len(query.prompts)} prompts, {blocks} blocks"
@@ -243,7 +234,6 @@ _FORMATTERS: dict[type, Callable[[Any], str]] = {
     m.Wake: _wake,
     m.ToolEvent: _tool,
     m.ScalingDecision: _scaling,
-    m.FleetQuestion: _fleet_question,
     m.OverlapQuery: _query,
     m.RouteRequest: _route_request,
     m.Instance: _instance,

@@ -31,7 +31,7 @@ COLOURS = {"kv": 32, "route": 35, "seq": 34, "instances": 33, "load": 90, "out":
 REQUEST_COLOUR = 31
 REFUSED_S = 1.0  # in which a server refuses subscriptions
 QUIET_S = 10.0  # without a message, after which a terminal says so
-ONE_SUBJECT = ("sessions", "limits", "oracle", "traces")  # these kinds have no further tokens
+ONE_SUBJECT = ("sessions", "limits", "traces")  # these kinds have no further tokens
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def _candidates(decision: ScalingDecision) -> FittedTable:
     names = list(decision.candidates[0].shares)
     figures = ("cost/h", "busy", *names)
     table = FittedTable(
-        columns("workers", *figures, "evaluated by", numbers=figures, hide=("evaluated by",)),
+        columns("workers", *figures, numbers=figures),
         title="fleets considered, with what they would keep",
         split=True,
     )
@@ -161,7 +161,6 @@ def _candidates(decision: ScalingDecision) -> FittedTable:
             f"{each.cost:g}",
             f"{each.busy:.0%}",
             *(f"{each.shares[name]:.1%} ({each.quantiles[name]:.2g} s)" for name in names),
-            each.evaluated_by,
         )
     return table
 

@@ -7,8 +7,8 @@ from kvmesh.settings.load import REMOVED
 
 # An option here, or an explanation where there is none.
 FOREIGN: dict[str, OptionKey | str] = {
-    **{f"--{'-'.join(key)}": told for key, told in REMOVED.items()},
-    **{f"--{key}": told for (_, key), told in REMOVED.items()},
+    **{f"--{'-'.join(key).replace('_', '-')}": told for key, told in REMOVED.items()},
+    **{f"--{key.replace('_', '-')}": told for (_, key), told in REMOVED.items()},
     # Dynamo's frontend and router
     "--router-mode": ("router", "policy"),
     "--kv-overlap-score-weight": ("router", "prefill_weight"),

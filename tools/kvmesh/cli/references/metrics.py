@@ -11,7 +11,6 @@ from prometheus_client.registry import Collector
 import kvmesh.frontend.metrics
 import kvmesh.indexer.metrics
 import kvmesh.kvbm.metrics
-import kvmesh.oracle.metrics
 import kvmesh.planner.metrics
 import kvmesh.router.metrics
 import kvmesh.runtime.warnings
@@ -78,7 +77,6 @@ def sources() -> dict[str, MetricSource]:
         "worker": MetricSource("Worker", kvmesh.worker.metrics, worker),
         "kvbm": MetricSource("Block manager", kvmesh.kvbm.metrics, [_kvbm()]),
         "planner": MetricSource("Planner", kvmesh.planner.metrics, []),
-        "oracle": MetricSource("Oracle", kvmesh.oracle.metrics, []),
     }
 
 

@@ -15,7 +15,6 @@ COLOURS = {
     "kvbm": 31,
     "worker": 32,
     "planner": 95,
-    "oracle": 94,
     "dashboard": 96,
     "nats": 33,
     "up": 1,

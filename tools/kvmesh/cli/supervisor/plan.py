@@ -21,14 +21,12 @@ START_ORDER = (
     "kvbm",
     "worker",
     "frontend",
-    "oracle",
     "planner",
     "dashboard",
 )
 STOP_ORDER = (
     "dashboard",
     "planner",
-    "oracle",
     "frontend",
     "worker",
     "kvbm",
@@ -37,7 +35,7 @@ STOP_ORDER = (
     "nats",
 )
 # the workers' ports come last: a planner may start more of them
-METRICS_ORDER = ("indexer", "router", "kvbm", "planner", "oracle", "worker")
+METRICS_ORDER = ("indexer", "router", "kvbm", "planner", "worker")
 COUNTS = {
     "indexer": "indexers",
     "router": "routers",
@@ -45,7 +43,6 @@ COUNTS = {
     "worker": "workers",
     "frontend": "frontends",
     "planner": "planner",
-    "oracle": "oracle",
     "dashboard": "dashboard",
 }
 
@@ -55,7 +52,6 @@ LIGHT_ENGINES = {
     "openai": "kvmesh.worker.engines.remote.engine",
 }
 HEAVY_ROLES = ("dashboard",)  # their libraries may start threads
-ORACLE_BUDGET_S = 10.0  # of a planner beside an oracle, unless a setting names another
 
 
 @dataclass(frozen=True)
@@ -237,8 +233,6 @@ def _planner(settings: Settings) -> PlannerSettings:
     section = settings.planner
     if section.connector == "advisory":
         section = msgspec.structs.replace(section, connector="processes")
-    if settings.up.oracle and not section.oracle_budget_s:
-        section = msgspec.structs.replace(section, oracle_budget_s=ORACLE_BUDGET_S)
     if section.pools == PlannerSettings().pools:
         groups = worker_groups(settings)
         kind = ",kind=worker" if len(groups) > 1 else ""  # they differ in their role alone

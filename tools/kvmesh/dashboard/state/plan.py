@@ -12,11 +12,6 @@ from kvmesh.observer.plans import leading, sizes
 
 MOST_POINTS = 1000
 MOST_CANDIDATES = 50
-EVALUATIONS = {
-    "queue": "queue model",
-    "simulation": "simulation",
-    "corrected queue": "queue model, corrected by a simulation",
-}
 
 
 class DemandPoint(NamedTuple):
@@ -160,7 +155,7 @@ def demand(decisions: Sequence[ScalingDecision]) -> list[DemandPoint]:
 def candidate_rows(decision: ScalingDecision) -> Iterator[list[str]]:
     """A row for each fleet that was considered, after one with the headings."""
     promises = list(dict.fromkeys(name for each in decision.candidates for name in each.shares))
-    yield ["workers", "cost per hour", "busy", *promises, "evaluated by", ""]
+    yield ["workers", "cost per hour", "busy", *promises, ""]
     wanted = {name: pool.wanted for name, pool in decision.pools.items()}
     for each in decision.candidates[:MOST_CANDIDATES]:
         yield [
@@ -168,7 +163,6 @@ def candidate_rows(decision: ScalingDecision) -> Iterator[list[str]]:
             f"{each.cost:g}",
             f"{each.busy:.0%}",
             *(_modelled(each, name) for name in promises),
-            EVALUATIONS.get(each.evaluated_by, each.evaluated_by),
             "chosen" if each.workers == wanted else "",
         ]
 

@@ -12,7 +12,6 @@ class PlanOptions:
     """Times in seconds. `promises` may be empty: `target` then says what to aim at.
 
     `disagg_tokens`: prompts with at least so many tokens to compute go to prefill workers.
-    `oracle_budget_s`: the time that an oracle may take for an answer; 0: none is asked.
     `batch_classes`: classes of requests that run in what is left.
     """
 
@@ -29,4 +28,3 @@ class PlanOptions:
     zero_after_s: float = 300.0
     batch_classes: frozenset[str] = frozenset({BATCH_CLASS})
     manual_hold_s: float = 900.0
-    oracle_budget_s: float = 0.0

@@ -7,11 +7,7 @@ decisions and outcomes. Times are in Unix seconds (virtual ones in the simulator
 from collections.abc import Mapping, Sequence
 from math import inf
 
-from msgspec.structs import replace
-
 from kvmesh.bus.messages import (
-    FleetAnswer,
-    FleetQuestion,
     Instance,
     Load,
     Outcome,
@@ -371,25 +367,6 @@ class PlannerCore:
                 plan.sleep += view.fall_asleep(plan.stop, before[view.pool.name], now)
         plan.stop = [instance for instance in plan.stop if instance not in plan.sleep]
         return [f"{len(plan.sleep)} sleep"] if plan.sleep else []
-
-    # simulations
-
-    @property
-    def question(self) -> FleetQuestion | None:
-        """The question that an oracle should answer now, if any, until it is answered."""
-        for group in self.groups:
-            question = group.simulated.question
-            if question is not None:
-                return replace(question, model=self.model, since=question.since - self._offset)
-        return None
-
-    def answered(self, question: FleetQuestion, answer: FleetAnswer, now: float) -> None:
-        """Use the answer to a question while it holds; one with an error is ignored."""
-        now = self._seen(now)
-        names = [pool.name for pool in question.pools]
-        for group in self.groups:
-            if names == [view.pool.name for view in group.views] and not answer.error:
-                group.answered(question, answer, now)
 
     def _advance(self, now: float) -> float:
         if self.time(now) < self._decided_at:

@@ -15,7 +15,7 @@ from kvmesh.cli.rolling.platforms import (
 from kvmesh.cli.rolling.run import RollCommand
 from kvmesh.settings import Settings
 
-SERVICES = ("frontend", "router", "indexer", "worker", "kvbm", "planner", "oracle")
+SERVICES = ("frontend", "router", "indexer", "worker", "kvbm", "planner")
 WATCH_S, TIMEOUT_S, TOLERANCE = 5.0, 1800.0, 100.0
 
 

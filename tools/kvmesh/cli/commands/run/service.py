@@ -1,4 +1,4 @@
-"""`kvmesh frontend|router|indexer|kvbm|worker|planner|oracle`: runs one in the foreground."""
+"""`kvmesh frontend|router|indexer|kvbm|worker|planner`: runs one in the foreground."""
 
 import argparse
 import gc

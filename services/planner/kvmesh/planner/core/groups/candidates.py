@@ -7,7 +7,6 @@ from kvmesh.planner.capacity.queueing import ModelledEngine, RequestShape
 from kvmesh.planner.core.fleets import Aim, Counts, Kept, fulfilment
 from kvmesh.planner.core.groups.role_switches import PlannedSwitch
 from kvmesh.planner.core.pools import Pool
-from kvmesh.planner.core.simulation.correction import corrected
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,6 @@ class Evaluated:
     cost: float
     kept: Kept
     promises: tuple[str, ...]
-    evaluated_by: str = "queue"
 
 
 @dataclass
@@ -40,10 +38,7 @@ class Plan:
 
 
 class CandidateFleets:
-    """Evaluates candidate fleets on one scenario, each once.
-
-    Results of a simulation replace those of the queue model, and correct its other ones.
-    """
+    """Evaluates candidate fleets on one scenario, each once."""
 
     def __init__(
         self,
@@ -55,27 +50,8 @@ class CandidateFleets:
         self._kinds = kinds
         self._aims = aimed
         self._known: dict[Counts, Kept] = {}
-        self._simulated: dict[Counts, Kept] = {}
-        self._speeds: Sequence[float] = ()
-
-    def use(self, simulated: dict[Counts, Kept], speeds: Sequence[float]) -> None:
-        """Use simulated fleets from now on; `speeds` are the pools' capacities per worker."""
-        self._simulated, self._speeds = simulated, speeds
 
     def kept(self, counts: Counts) -> Kept:
-        """The promises that a fleet would keep."""
-        if counts in self._simulated:
-            return self._simulated[counts]
-        own = self._modelled(counts)
-        if not self._simulated:
-            return own
-        capacity = total_capacity(counts, self._speeds)
-        nearest = min(
-            self._simulated, key=lambda each: abs(total_capacity(each, self._speeds) - capacity)
-        )
-        return corrected(own, self._modelled(nearest), self._simulated[nearest])
-
-    def _modelled(self, counts: Counts) -> Kept:
         """The promises that a fleet would keep by the queue model."""
         kept = self._known.get(counts)
         if kept is None:
@@ -86,16 +62,14 @@ class CandidateFleets:
     def evaluated(self, pools: Sequence[Pool]) -> list[Evaluated]:
         """The fleets evaluated so far, smallest first."""
         promises = tuple(str(aim.promise) for aim in self._aims)
-        model = "corrected queue" if self._simulated else "queue"
         return [
             Evaluated(
                 {pool.name: n for pool, n in zip(pools, counts, strict=True)},
                 sum(n * pool.cost for n, pool in zip(counts, pools, strict=True)),
-                self.kept(counts),
+                kept,
                 promises,
-                "simulation" if counts in self._simulated else model,
             )
-            for counts in sorted({*self._known, *self._simulated})
+            for counts, kept in sorted(self._known.items())
         ]
 
     def smallest(self, fleets: list[Counts], margin: float) -> Counts:

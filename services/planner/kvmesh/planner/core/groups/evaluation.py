@@ -11,7 +11,6 @@ from kvmesh.planner.core.groups.planned_model import PlannedModel
 from kvmesh.planner.core.pool_view import PoolView
 from kvmesh.planner.core.promises import Promise
 from kvmesh.planner.core.scenario import scenario
-from kvmesh.planner.core.simulation.simulated_fleets import SimulatedFleets
 
 SURE_SHAPES = 200  # fewer requests of a part of the window do not prove that less suffices
 
@@ -42,7 +41,6 @@ class FleetEvaluator:
         self._views = views
         self._serves = serves
         self.unreachable: set[str] = set()
-        self.simulated = SimulatedFleets()
         self.measured = MeasuredFleet(core)
 
     @property
@@ -72,21 +70,7 @@ class FleetEvaluator:
             cold = CandidateFleets(unwarmed, kinds, self._aims(unwarmed, kinds))
         ready = tuple(len(view.ready) for view in self._views)
         self.measured.calibrate(ready, cold, aimed, now, to_blame)
-        self._expect_simulation(kinds, aimed, level)
-        for each in (model, cold):
-            each.use(self.simulated.known(now), speeds)
         return FleetEvaluation(model, cold, aimed, speeds, proven or len(shapes) >= SURE_SHAPES)
-
-    def _expect_simulation(
-        self, kinds: Sequence[ModelledEngine], aimed: Sequence[Aim], level: float
-    ) -> None:
-        """State what a simulation would have to answer now; prefills apart are not simulated.
-
-        Its engines are as slow as real ones have shown: it must not contradict measurements.
-        """
-        simulates = "prefill" not in self._serves and not self.splits
-        budget_s = self._core.options.oracle_budget_s if simulates else 0.0
-        self.simulated.expect([view.pool for view in self._views], kinds, aimed, level, budget_s)
 
     def _promises(self) -> list[Promise]:
         promises = self._core.promises

@@ -2,7 +2,6 @@
 
 from math import ceil, inf
 
-from kvmesh.bus.messages import FleetAnswer, FleetQuestion
 from kvmesh.planner.capacity.queueing import RequestShape
 from kvmesh.planner.core.fleets import (
     Bounds,
@@ -23,7 +22,6 @@ from kvmesh.planner.core.groups.sizes import grown, least_awake, shrunk, within_
 from kvmesh.planner.core.options import PlanOptions
 from kvmesh.planner.core.pool_view import PoolView
 from kvmesh.planner.core.pools import Pool
-from kvmesh.planner.core.simulation.simulated_fleets import SimulatedFleets
 
 EVALUATE_S = 30.0
 MOVED = 0.05  # change of the level that calls for another evaluation
@@ -60,11 +58,6 @@ class PoolGroup:
         return self._evaluator.unreachable
 
     @property
-    def simulated(self) -> SimulatedFleets:
-        """The candidate fleets that an oracle simulates."""
-        return self._evaluator.simulated
-
-    @property
     def _pools(self) -> list[Pool]:
         return [view.pool for view in self.views]
 
@@ -77,11 +70,6 @@ class PoolGroup:
         self._evaluated_at = -inf
         self._reverted = RevertedScaleDowns()
         self._evaluator.unreachable.clear()
-
-    def answered(self, question: FleetQuestion, answer: FleetAnswer, now: float) -> None:
-        """Use the answer of an oracle at the next decision."""
-        self.simulated.answered(question, answer, now)
-        self._evaluated_at = -inf
 
     @property
     def changed_at(self) -> float:
@@ -153,7 +141,6 @@ class PoolGroup:
         if backlog <= 0 and self._suffices(now, counts, level, startup, bounds, found):
             fleets = [fleet for fleet in fleets if total_capacity(fleet, speeds) <= have]
         needed = self._needed(found, fleets)
-        self.simulated.ask(now, needed, counts, fleets, self._core.demand.series)
         ready = tuple(len(view.ready) for view in self.views)
         capacity = total_capacity(needed, speeds)
         capacity += extra_capacity(

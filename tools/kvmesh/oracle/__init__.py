@@ -1,1 +1,0 @@
-"""The oracle: simulates candidate fleets on recent requests, for planners."""
