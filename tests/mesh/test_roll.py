@@ -156,9 +156,15 @@ async def test_another_installation_takes_over(up: Up, traffic: Traffic, tmp_pat
     assert not any(marked(up, "worker"))
 
 
-async def test_a_mesh_without_the_service_says_so(up: Up) -> None:
-    status, output = await rolled(up, "planner")
-    assert status == 1
+async def test_a_mesh_without_the_service_says_so(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--workers", "1")
+    up.start()
+    try:
+        await up.ready()
+        status, output = await rolled(up, "planner")
+    finally:
+        up.close()
+    assert status == 1, output
     assert "no planner runs" in output
 
 
