@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from support.frontend import (
     CONTEXT,
+    LIMITS,
     MODEL,
     Client,
     ScriptedRouter,
@@ -20,13 +21,14 @@ from support.frontend import (
     attempt,
     client_session,
     events,
+    frontend_mesh,
+    ids,
     scripted_router,
     scripted_worker,
 )
 from support.mesh import Mesh, stream_env
 from support.nats import NatsServer
 from support.wait import PATIENCE_S, eventually
-from tokenizers import Tokenizer
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import (
@@ -40,13 +42,9 @@ from kvmesh.bus.messages import (
     SeqFree,
     SeqPrefilled,
 )
-from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
-from kvmesh.demo import model_dir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-TOKENIZER = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
 CHAT = "/v1/chat/completions"
-LIMITS = StreamLimits(kv_bytes=256 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)
 SETTINGS = {
     "KVMESH_FRONTEND_KEEPALIVE_S": "0.5",
     "KVMESH_FRONTEND_BODY_TIMEOUT_S": "1",
@@ -76,11 +74,11 @@ class Stage:
 async def shared(
     nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Stage]:
-    mesh = Mesh(nats_server.url, tmp_path_factory.mktemp("frontend"), SETTINGS)
-    bus = await Bus.connect(mesh.options, "test")
-    await ensure_streams(bus, LIMITS)
-    mesh.start("frontend", "frontend-0")
     async with (
+        frontend_mesh(nats_server.url, tmp_path_factory.mktemp("frontend"), SETTINGS) as (
+            mesh,
+            bus,
+        ),
         scripted_router(bus, LIMITS) as router,
         scripted_worker(bus, LIMITS, "a") as a,
         scripted_worker(bus, LIMITS, "b") as b,
@@ -90,8 +88,6 @@ async def shared(
         await watch(stage)
         await mesh.ready()
         yield stage
-    mesh.stop()
-    await bus.close()
 
 
 async def watch(stage: Stage) -> None:
@@ -125,10 +121,6 @@ async def stage(shared: Stage) -> Stage:
 
 def body(**changes: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], **changes}
-
-
-def ids(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
 def text_of(chunks: list[Any]) -> str:

@@ -15,7 +15,9 @@ import pytest
 import pytest_asyncio
 from support.frontend import (
     CONTROLS,
+    LIMITS,
     MODEL,
+    TOKENIZER,
     Client,
     ScriptedRouter,
     ScriptedWorker,
@@ -27,7 +29,6 @@ from support.frontend import (
 from support.mesh import Mesh, stream_env
 from support.nats import NatsServer, free_port
 from support.wait import eventually
-from tokenizers import Tokenizer
 
 from kvmesh.bus.client import Bus, Reply
 from kvmesh.bus.discovery.leases import Lease
@@ -50,18 +51,15 @@ from kvmesh.bus.messages import (
     Work,
     owner,
 )
-from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import ensure_streams
 from kvmesh.cli.explain import find_events
-from kvmesh.demo import model_dir
 from kvmesh.frontend.auth.tenant_secret import tenant_secret
 from kvmesh.frontend.http.cache.pin_store import PinStore, StoredPin
 from kvmesh.frontend.http.cache.pins import MAX_BYTES, MAX_PINS
 from kvmesh.frontend.namespaces import TenantNamespaces
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-TOKENIZER = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
-LIMITS = StreamLimits(kv_bytes=256 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)
 SETTINGS = stream_env(LIMITS)
 KEYS = """
 [[key]]

@@ -13,31 +13,28 @@ import pytest
 import pytest_asyncio
 from support.frontend import (
     CONTEXT,
+    LIMITS,
     MODEL,
+    TOKENIZER,
     Client,
     ScriptedRouter,
     ScriptedWorker,
     client_session,
     events,
+    frontend_mesh,
     scripted_router,
     scripted_worker,
 )
 from support.mesh import Mesh, stream_env
 from support.nats import NatsServer
 from support.wait import eventually
-from tokenizers import Tokenizer
 
-from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Chunk, Refused
-from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
-from kvmesh.demo import model_dir
 from kvmesh.frontend.apis import openai
 from kvmesh.frontend.apis.messages.api import TYPES as ANTHROPIC_TYPES
 from kvmesh.frontend.errors import Kind
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-TOKENIZER = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
-LIMITS = StreamLimits(kv_bytes=256 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)
 MAX_BODY = 300_000
 KEYS: dict[str, dict[str, Any]] = {
     "plain": {"tenant": "team-a"},
@@ -133,11 +130,8 @@ async def shared(
         "KVMESH_FRONTEND_MAX_BODY_BYTES": str(MAX_BODY),
         **stream_env(LIMITS),
     }
-    mesh = Mesh(nats_server.url, folder, settings)
-    bus = await Bus.connect(mesh.options, "test")
-    await ensure_streams(bus, LIMITS)
-    mesh.start("frontend", "frontend-0")
     async with (
+        frontend_mesh(nats_server.url, folder, settings) as (mesh, bus),
         scripted_router(bus, LIMITS) as router,
         scripted_worker(bus, LIMITS, "a", adapters=["tuned"]) as worker,
         client_session() as session,
@@ -145,8 +139,6 @@ async def shared(
         stage = Stage(mesh, Client(mesh.url, session), router, worker)
         await mesh.ready()
         yield stage
-    mesh.stop()
-    await bus.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")

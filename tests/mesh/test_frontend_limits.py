@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 from support import forks
 from support.frontend import (
+    LIMITS,
     MODEL,
     Client,
     ScriptedWorker,
@@ -27,10 +28,9 @@ from support.wait import PATIENCE_S
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Chunk
-from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import ensure_streams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-LIMITS = StreamLimits(kv_bytes=256 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)
 CHAT = "/v1/chat/completions"
 TEXT = {"model": MODEL, "prompt": "Hello"}
 

@@ -11,30 +11,27 @@ import msgspec
 import pytest
 import pytest_asyncio
 from support.frontend import (
+    LIMITS,
     MODEL,
+    TOKENIZER,
     Client,
     ScriptedRouter,
     ScriptedWorker,
     attempt,
     client_session,
     events,
+    frontend_mesh,
     scripted_router,
     scripted_worker,
 )
-from support.mesh import Mesh, stream_env
 from support.nats import NatsServer
 from support.wait import eventually
-from tokenizers import Tokenizer
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Chunk
-from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
-from kvmesh.demo import model_dir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-TOKENIZER = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
 CHAT = "/v1/chat/completions"
-LIMITS = StreamLimits(kv_bytes=256 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)
 
 
 @dataclass
@@ -48,19 +45,14 @@ class Stage:
 async def stage(
     nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Stage]:
-    mesh = Mesh(nats_server.url, tmp_path_factory.mktemp("frontend"), stream_env(LIMITS))
-    bus = await Bus.connect(mesh.options, "test")
-    await ensure_streams(bus, LIMITS)
-    mesh.start("frontend", "frontend-0")
     async with (
+        frontend_mesh(nats_server.url, tmp_path_factory.mktemp("frontend")) as (mesh, bus),
         scripted_router(bus, LIMITS) as router,
         scripted_worker(bus, LIMITS, "first"),
         client_session() as session,
     ):
         await mesh.ready()
         yield Stage(bus, Client(mesh.url, session), router)
-    mesh.stop()
-    await bus.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -23,18 +23,20 @@ from support.apis import (
     streamed,
 )
 from support.frontend import (
+    LIMITS,
+    TOKENIZER,
     Client,
     ScriptedRouter,
     ScriptedWorker,
     client_session,
+    frontend_mesh,
+    ids,
     scripted_router,
     scripted_worker,
 )
-from support.mesh import Mesh, stream_env
+from support.mesh import stream_env
 from support.nats import NatsServer
-from tokenizers import Tokenizer
 
-from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import (
     Candidate,
     Chunk,
@@ -47,12 +49,8 @@ from kvmesh.bus.messages import (
     Work,
     instance_number,
 )
-from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
-from kvmesh.demo import model_dir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-LIMITS = StreamLimits(kv_bytes=256 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)
-TOKENIZER = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
 KEYS: dict[str, dict[str, Any]] = {
     "router": {"scopes": ["routing"], "max_priority": 10},
     "plain": {"max_priority": 2, "max_latency_sensitivity": 0.25},
@@ -61,10 +59,6 @@ KEYS: dict[str, dict[str, Any]] = {
 SAID = "Good day to you."
 TEXT = "Please read the files and say what you find. " * 8
 Json = dict[str, Any]
-
-
-def ids(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
 def candidate(instance: str, cost: float) -> Candidate:
@@ -157,12 +151,9 @@ async def shared(
     tables = ("".join(f"{k} = {json.dumps(v)}\n" for k, v in row.items()) for row in rows)
     keys.write_text("".join(f"[[key]]\n{table}" for table in tables))
     settings = {"KVMESH_FRONTEND_KEYS_FILE": str(keys), **stream_env(LIMITS)}
-    mesh = Mesh(nats_server.url, folder, settings)
-    bus = await Bus.connect(mesh.options, "test")
-    await ensure_streams(bus, LIMITS)
-    mesh.start("frontend", "frontend-0")
     router = ExplainingRouter()
     async with (
+        frontend_mesh(nats_server.url, folder, settings) as (mesh, bus),
         scripted_router(bus, LIMITS, router),
         scripted_worker(bus, LIMITS, "a") as a,
         scripted_worker(bus, LIMITS, "b") as b,
@@ -170,8 +161,6 @@ async def shared(
     ):
         await mesh.ready()
         yield Stage(Client(mesh.url, session), router, a, b)
-    mesh.stop()
-    await bus.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")

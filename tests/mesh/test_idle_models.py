@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from support.apis import Api, every_api
-from support.frontend import CONTEXT, MODEL, Client, client_session, events, scripted_worker
+from support.frontend import CONTEXT, LIMITS, MODEL, Client, client_session, events, scripted_worker
 from support.mesh import Mesh, stream_env
 from support.nats import NatsServer, free_port
 from support.wait import PATIENCE_S, eventually
@@ -19,14 +19,13 @@ from support.wait import PATIENCE_S, eventually
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import IdleModel, MessageDecoder, ModelCard, Wake, encode
 from kvmesh.bus.storage.model_files import publish_model
-from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import ensure_streams
 from kvmesh.cli.status.report import gather
 from kvmesh.demo import model_dir
 from kvmesh.settings import Settings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CHAT = "/v1/chat/completions"
-LIMITS = StreamLimits(kv_bytes=256 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)
 MAX_WAKING = 8
 SETTINGS = {
     "KVMESH_FRONTEND_KEEPALIVE_S": "0.5",

@@ -12,7 +12,9 @@ import pytest
 import pytest_asyncio
 from support.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Api, Content, streamed
 from support.frontend import (
+    LIMITS,
     ROUTES,
+    TOKENIZER,
     Client,
     ScriptedRouter,
     ScriptedWorker,
@@ -24,18 +26,14 @@ from support.frontend import (
 from support.mesh import Mesh, stream_env
 from support.nats import NatsServer
 from support.wait import eventually
-from tokenizers import Tokenizer
 from unit.frontend.dialects.outputs import CASES, TOOLS, Case
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Chunk, Routed, RouteReply, RouteRequest
-from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
-from kvmesh.demo import model_dir
+from kvmesh.bus.streams.configuration import ensure_streams
 from kvmesh.frontend.conversation import GAP
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-LIMITS = StreamLimits(kv_bytes=256 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)
-TOKENIZER = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
 CHUNK = 3  # tokens
 CACHED = [16, 8]
 

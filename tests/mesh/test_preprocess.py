@@ -12,26 +12,23 @@ import pytest
 import pytest_asyncio
 from support.frontend import (
     CONTEXT,
+    LIMITS,
     MODEL,
+    TOKENIZER,
     Client,
     ScriptedRouter,
     ScriptedWorker,
     client_session,
+    frontend_mesh,
+    ids,
     scripted_router,
     scripted_worker,
 )
-from support.mesh import Mesh, stream_env
 from support.nats import NatsServer
-from tokenizers import Tokenizer
 
-from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Chunk, Work
-from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
-from kvmesh.demo import model_dir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-LIMITS = StreamLimits(kv_bytes=256 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)
-TOKENIZER = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 
@@ -64,11 +61,8 @@ class Stage:
 async def shared(
     nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Stage]:
-    mesh = Mesh(nats_server.url, tmp_path_factory.mktemp("preprocess"), stream_env(LIMITS))
-    bus = await Bus.connect(mesh.options, "test")
-    await ensure_streams(bus, LIMITS)
-    mesh.start("frontend", "frontend-0")
     async with (
+        frontend_mesh(nats_server.url, tmp_path_factory.mktemp("preprocess")) as (mesh, bus),
         scripted_router(bus, LIMITS) as router,
         scripted_worker(bus, LIMITS, "a") as worker,
         client_session() as session,
@@ -76,8 +70,6 @@ async def shared(
         router.order = [worker.instance]
         await mesh.ready()
         yield Stage(Client(mesh.url, session), router, worker)
-    mesh.stop()
-    await bus.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -85,10 +77,6 @@ async def stage(shared: Stage) -> Stage:
     shared.worker.works.clear()
     shared.router.requests.clear()
     return shared
-
-
-def ids(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
 def tokens(work: Work) -> list[int]:

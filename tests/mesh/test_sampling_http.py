@@ -18,32 +18,25 @@ from support.apis import (
 )
 from support.frontend import (
     CONTEXT,
+    LIMITS,
+    TOKENIZER,
     Client,
     ScriptedRouter,
     ScriptedWorker,
     client_session,
     events,
+    frontend_mesh,
+    ids,
     scripted_router,
     scripted_worker,
 )
-from support.mesh import Mesh, stream_env
 from support.nats import NatsServer
-from tokenizers import Tokenizer
 
-from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Chunk, Guided, Sampling, Work
-from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
-from kvmesh.demo import model_dir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-LIMITS = StreamLimits(kv_bytes=256 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)
-TOKENIZER = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
 TEXT = "Say something."
 Json = dict[str, Any]
-
-
-def ids(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
 @dataclass
@@ -74,11 +67,8 @@ class Stage:
 async def shared(
     nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Stage]:
-    mesh = Mesh(nats_server.url, tmp_path_factory.mktemp("sampling"), stream_env(LIMITS))
-    bus = await Bus.connect(mesh.options, "test")
-    await ensure_streams(bus, LIMITS)
-    mesh.start("frontend", "frontend-0")
     async with (
+        frontend_mesh(nats_server.url, tmp_path_factory.mktemp("sampling")) as (mesh, bus),
         scripted_router(bus, LIMITS) as router,
         scripted_worker(bus, LIMITS, "a", reasoning_parser="none") as worker,
         client_session() as session,
@@ -86,8 +76,6 @@ async def shared(
         router.order = [worker.instance]
         await mesh.ready()
         yield Stage(Client(mesh.url, session), router, worker)
-    mesh.stop()
-    await bus.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -2,12 +2,14 @@
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
+from tokenizers import Tokenizer
 
 from kvmesh.bus.client import Bus, Reply
 from kvmesh.bus.discovery.leases import Lease
@@ -33,17 +35,25 @@ from kvmesh.bus.messages import (
     WorkReply,
 )
 from kvmesh.bus.storage.model_files import publish_model
-from kvmesh.bus.streams.configuration import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
 from support import streams
+from support.mesh import Mesh, stream_env
 from support.wait import PATIENCE_S
 
 MODEL = "kvmesh-demo"
 CONTEXT = 2048
+LIMITS = StreamLimits(kv_bytes=256 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)
+TOKENIZER = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
 ROUTES = MessageDecoder(RouteRequest)
 WORKS = MessageDecoder(Work)
 CONTROLS: MessageDecoder[Control] = MessageDecoder(Control)
 PINGS = MessageDecoder(Ping)
+
+
+def ids(text: str) -> list[int]:
+    """The tokens of a text."""
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
 class ScriptedRouter:
@@ -200,6 +210,20 @@ async def scripted_router(
     await lease.open()
     yield router
     await lease.close()
+
+
+@asynccontextmanager
+async def frontend_mesh(
+    url: str, folder: Path, settings: Mapping[str, str] | None = None
+) -> AsyncIterator[tuple[Mesh, Bus]]:
+    """A mesh with one frontend that starts, and a connection to its bus."""
+    mesh = Mesh(url, folder, stream_env(LIMITS) if settings is None else dict(settings))
+    bus = await Bus.connect(mesh.options, "test")
+    await ensure_streams(bus, LIMITS)
+    mesh.start("frontend", "frontend-0")
+    yield mesh, bus
+    mesh.stop()
+    await bus.close()
 
 
 def client_session() -> aiohttp.ClientSession:
