@@ -114,7 +114,7 @@ class ChunkExtras:
 
     def begin(self, so_far: SoFar | None) -> None:
         self.pending = self.pending and so_far is not None
-        if so_far is not None:
+        if self.pending and so_far is not None:
             self._so_far = WeakMethod(so_far)
 
     def next(self) -> dict[str, Any]:
