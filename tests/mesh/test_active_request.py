@@ -7,6 +7,8 @@ from collections.abc import Coroutine
 from time import sleep, time
 from typing import Any
 
+import msgspec
+import pytest
 from support.frontend import MODEL, ScriptedWorker, scripted_router, scripted_worker
 from support.stamp import STAMP
 from support.wait import eventually
@@ -34,10 +36,17 @@ from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.frontend.wake.waker import Waker
 from kvmesh.settings.schema import FrontendSettings, RouterSettings
 
-BODY = (
-    b'{"model": "%b", "messages": [{"role": "user", "content": "hi"}], "stream": true, "n": 2}'
-    % MODEL.encode()
-)
+BODY: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "hi"}],
+    "stream": True,
+    "n": 2,
+}
+# Fields of a stream for which the renderer asks the request about the answer so far.
+SO_FAR = {
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    "nvext": {"extra_fields": ["worker_id"]},
+}
 
 
 def served() -> ServedModel:
@@ -96,12 +105,14 @@ class Frontend:
         await self.bus.subscribe(self.bus.subjects.out("f-1"), step_decoder, receive)
         await self.routes.open()
 
-    async def request(self, sink: Frames) -> ActiveRequest:
-        call: ApiCall = Chat().parse(BODY, {}, STAMP)
+    async def request(self, sink: Frames, **fields: Any) -> ActiveRequest:
+        call: ApiCall = Chat().parse(msgspec.json.encode(BODY | fields), {}, STAMP)
         preprocessor = Preprocessor(1 << 20, TenantNamespaces())
         prepared = await preprocessor.prepare(call.request, served(), None)
         now = asyncio.get_running_loop().time()
-        return self.runner.run(prepared, call.renderer, now, sink)
+        active = self.runner.run(prepared, call.renderer, now, sink)
+        call.renderer.begin(active.so_far)
+        return active
 
 
 async def answer(worker: ScriptedWorker, sink: Frames) -> None:
@@ -118,7 +129,10 @@ def parts(active: ActiveRequest) -> "list[weakref.ref[Any]]":
     return [weakref.ref(part) for part in (active, *active._choices, *active._pipelines)]
 
 
-async def test_a_finished_request_leaves_no_garbage_cycle(bus: Bus, limits: StreamLimits) -> None:
+@pytest.mark.parametrize("fields", [{}, SO_FAR], ids=["plain", "so far"])
+async def test_a_finished_request_leaves_no_garbage_cycle(
+    bus: Bus, limits: StreamLimits, fields: dict[str, Any]
+) -> None:
     frontend = Frontend(bus, limits)
     await frontend.open()
     async with scripted_router(bus, limits) as router, scripted_worker(bus, limits, "w") as worker:
@@ -127,7 +141,7 @@ async def test_a_finished_request_leaves_no_garbage_cycle(bus: Bus, limits: Stre
         gc.collect()
         gc.disable()
         try:
-            active = await frontend.request(sink)
+            active = await frontend.request(sink, **fields)
             gone = parts(active)
             answering = asyncio.create_task(answer(worker, sink))
             async with active:

@@ -7,6 +7,7 @@ from kvmesh.frontend.answers.answer import (
     AnswerNames,
     answer_name,
     answer_runs,
+    answers_in,
     is_call,
     name_after,
 )
@@ -21,7 +22,8 @@ NAMES = AnswerNames()
 
 def name_of(before: list[Message], blocks: list[Block], number: int) -> str:
     name = answer_name(before, len(before), blocks, number)
-    assert [NAMES.of("", before, len(before), blocks, number) for _ in range(2)] == [name] * 2
+    place = NAMES.place("", before, len(before), number)
+    assert [NAMES.of(place, before, len(before), blocks, number) for _ in range(2)] == [name] * 2
     return name
 
 
@@ -81,6 +83,23 @@ def test_neighbouring_assistant_messages_are_one_answer() -> None:
     assert runs == [(2, 4, OURS.id), (7, 8, done)]
     assert name_after(messages[:7], [Text("Done.")]) == done
     assert not [*answer_runs([], NAMES, "")]
+
+
+def test_the_place_of_an_answer_is_that_of_the_prompt_before_it() -> None:
+    messages = [*FIRST, assistant("Hm."), user("Go on."), assistant("Done."), user("Thanks.")]
+    places = [run.place for run in answer_runs(messages, NAMES, "t")]
+    assert places == [
+        NAMES.place("t", messages[:end], end, answers_in(messages[:end])) for end in (2, 4)
+    ]
+    edited = [*messages[:2], assistant("Well."), *messages[3:]]
+    assert [run.place for run in answer_runs(edited, NAMES, "t")] == places
+    others = [
+        answer_runs(messages, NAMES, "u"),
+        answer_runs([user("hi"), *messages[2:]], NAMES, "t"),
+        answer_runs([*FIRST, messages[2], user("Stop."), *messages[4:]], NAMES, "t")[1:],
+        answer_runs([*FIRST, messages[4], user("Go on."), *messages[2:]], NAMES, "t")[1:],
+    ]
+    assert not {*places} & {run.place for runs in others for run in runs[-1:]}
 
 
 def test_names_tell_answers_with_calls() -> None:

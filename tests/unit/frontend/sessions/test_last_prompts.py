@@ -46,6 +46,13 @@ def parts(*messages: str, tools: tuple[str, ...] = ()) -> PromptParts:
     return found
 
 
+async def test_a_frontend_alone_asks_no_other() -> None:
+    prompts = LastPrompts(cast(Any, None), 1 << 20, alone=lambda: True)
+    assert await prompts.find("m", "s") is None
+    prompts.store("m", "s", prompt("1"))
+    assert await prompts.find("m", "s") == prompt("1")
+
+
 def test_a_session_has_the_last_prompt_of_each_conversation() -> None:
     prompts = store()
     prompts.store("m", "s", prompt("a", 1))

@@ -50,19 +50,21 @@ class Answer(Struct, frozen=True, omit_defaults=True):
 
 
 class AnswerRun(Struct, frozen=True):
-    """Assistant messages `first` to `end` (exclusive), which are one answer, and its name."""
+    """Assistant messages `first` to `end` (exclusive), which are one answer, its name and place."""
 
     first: int
     end: int
     blocks: list[Block]
     name: str
+    place: int
 
 
 class AnswerNames:
     """Names of answers by hashes of what they are made of, since each turn repeats those before.
 
     A name that equal hashes make wrong is that of another answer, with which the client's is
-    compared before it is shown.
+    compared before it is shown. The place of an answer is a hash of the prompt that it answers: of
+    the tenant, the number of earlier answers, and the first and the last message.
     """
 
     def __init__(self) -> None:
@@ -70,9 +72,17 @@ class AnswerNames:
         self._first: Message | None = None
         self._first_hash = 0
 
+    def place(self, tenant: str, messages: Sequence[Message], before: int, number: int) -> int:
+        """The place of the answer after the first `before` messages with `number` answers."""
+        if not before:
+            return 0
+        if messages[0] is not self._first:  # all answers share it, and it may be long
+            self._first, self._first_hash = messages[0], _hash(_words(messages[0]))
+        return hash((tenant, number, self._first_hash, _hash(_words(messages[before - 1]))))
+
     def of(
         self,
-        tenant: str,
+        place: int,
         messages: Sequence[Message],
         before: int,
         blocks: Sequence[Block],
@@ -81,10 +91,7 @@ class AnswerNames:
         """The name, as `answer_name` makes it."""
         if ToolCall in map(type, blocks) or not before:
             return answer_name(messages, before, blocks, number)
-        if messages[0] is not self._first:  # all answers share it, and it may be long
-            self._first, self._first_hash = messages[0], _hash(_words(messages[0]))
-        last = _hash(_words(messages[before - 1]))
-        key = hash((tenant, number, self._first_hash, last, _hash(_written(blocks))))
+        key = hash((place, _hash(_written(blocks))))
         name = self._known.get(key)
         if name is None:
             name = answer_name(messages, before, blocks, number)
@@ -112,8 +119,9 @@ def answer_runs(
             end += 1
         if end == len(messages):
             break
-        name = names.of(tenant, messages, first, blocks, len(runs))
-        runs.append(AnswerRun(first, end, blocks, name))
+        place = names.place(tenant, messages, first, len(runs))
+        name = names.of(place, messages, first, blocks, len(runs))
+        runs.append(AnswerRun(first, end, blocks, name, place))
     memo.note(step, messages, runs)
     return [run for run in runs if run.name]
 
@@ -145,10 +153,14 @@ def is_call(name: str) -> bool:
 
 def name_after(messages: Sequence[Message], blocks: Sequence[Block]) -> str:
     """The name of the answer to a conversation."""
+    return answer_name(messages, len(messages), blocks, answers_in(messages))
+
+
+def answers_in(messages: Sequence[Message]) -> int:
+    """The number of answers in a conversation."""
     roles = [message.role for message in messages]
     pairs = zip(roles, ["user", *roles], strict=False)
-    number = sum(role == "assistant" != before for role, before in pairs)
-    return answer_name(messages, len(messages), blocks, number)
+    return sum(role == "assistant" != before for role, before in pairs)
 
 
 def _length(block: Block) -> int:

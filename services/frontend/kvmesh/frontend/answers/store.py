@@ -19,10 +19,10 @@ from kvmesh.bus.errors import BusError, NotFound, cause
 from kvmesh.bus.messages import owner
 from kvmesh.bus.storage.buckets import evicting_bucket
 from kvmesh.frontend import metrics
-from kvmesh.frontend.answers.answer import Answer, is_call
+from kvmesh.frontend.answers.answer import Answer, AnswerNames, AnswerRun, answers_in, is_call
 from kvmesh.frontend.answers.restore import KnownAnswer
 from kvmesh.frontend.auth.bucket_quota import owner_of
-from kvmesh.frontend.conversation import Block, Generated, Text, Thinking, ToolCall
+from kvmesh.frontend.conversation import Block, Generated, Message, Text, Thinking, ToolCall
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.fair_lru import FairLru
 from kvmesh.runtime.lru import LruCache
@@ -39,6 +39,7 @@ ARRIVING_S = (
     0.03  # until the newest answer, which another frontend has just stored, is in the bucket
 )
 MAX_ABSENT = 16_384
+MAX_SERVED = 16_384
 MAX_READ = 256  # answers of one request
 AT_ONCE = 16
 MAX_WRITES = 256
@@ -74,12 +75,14 @@ class AnswerStore:
         self._bus = bus
         self._known: FairLru[Name, KnownAnswer] = FairLru(max_bytes, _size)
         self._absent: LruCache[Name, float] = LruCache(MAX_ABSENT)
+        self._served: LruCache[int, str] = LruCache(MAX_SERVED)
+        self.names = AnswerNames()
         self.enabled = max_bytes > 0
         self._bucket: Bucket | None = None
         if self.enabled and stored_bytes:
             name = bus.subjects.answers_bucket
             self._bucket = evicting_bucket(bus, name, ttl_s, stored_bytes)
-        self._unsent: list[tuple[str, str, Answer]] = []
+        self._unsent: list[tuple[str, str, Answer]] = []  # tenant, key, answer
         self._tasks = BackgroundTasks()
         self._paused_until = 0.0
         self._confirmed_at = -CONFIRM_S
@@ -94,16 +97,18 @@ class AnswerStore:
         """The answer, if it is in memory."""
         return self._known.get(owner(tenant), (tenant, name))
 
-    async def find(self, tenant: str, names: Sequence[str]) -> dict[str, KnownAnswer]:
-        """Those of the answers that are stored, after READ_S at the latest.
+    async def find(
+        self, tenant: str, conversation: int, runs: Sequence[AnswerRun]
+    ) -> dict[str, KnownAnswer]:
+        """Those of the answers that are stored, by name, after READ_S at the latest.
 
-        `names` are in the order of the conversation; the newest MAX_READ that are not in memory are
+        `runs` are in the order of the conversation; the newest MAX_READ that are not in memory are
         read from the bucket.
         """
-        found = self._in_memory(tenant, names)
-        if len(found) < len(names):
-            read = await self._fetch(tenant, [n for n in names if n not in found])
-            found |= self._in_memory(tenant, read)
+        found = self._in_memory(tenant, [run.name for run in runs])
+        if len(found) < len(runs):
+            missing = [run for run in runs if run.name not in found]
+            found |= self._in_memory(tenant, await self._fetch(tenant, conversation, missing))
         return found
 
     def _in_memory(self, tenant: str, names: Sequence[str]) -> dict[str, KnownAnswer]:
@@ -111,50 +116,81 @@ class AnswerStore:
         found = self._known.get_all(owner(tenant), keys)
         return {name: known for (_, name), known in found.items()}
 
-    async def _fetch(self, tenant: str, missing: list[str]) -> list[str]:
+    async def _fetch(self, tenant: str, conversation: int, missing: list[AnswerRun]) -> list[str]:
         """Read the missing answers that may be stored; returns their names."""
         now = asyncio.get_running_loop().time()
-        wanted = [n for n in missing if (self._absent.get((tenant, n)) or 0.0) <= now]
+        wanted = [run.name for run in missing if self._may_be_stored(tenant, run, now)]
         bucket = self._bucket
         if not wanted or bucket is None or not self._bus.connected or now < self._paused_until:
             return []
+        newest = missing[-1].name
+        keys = {name: _key(tenant, conversation, name) for name in wanted[-MAX_READ:]}
         limit = asyncio.Semaphore(AT_ONCE)
         try:
             async with asyncio.timeout(READ_S):
-                newest = missing[-1]
-                reads = [
-                    self._read(bucket, tenant, n, limit, FRESH_S if n is newest else ABSENT_S)
-                    for n in wanted[-MAX_READ:]
-                ]
+                if len(keys) > 1 and not await self._has_any(keys[wanted[-1]]):
+                    keys = {}
+                reads = [self._read(bucket, tenant, n, key, limit) for n, key in keys.items()]
                 ended = await asyncio.gather(*reads, return_exceptions=True)
                 # none of the reads is left behind by the failure of another
                 for failure in filter(None, ended):
                     raise failure
                 if newest in wanted and is_call(newest) and self.lookup(tenant, newest) is None:
                     await asyncio.sleep(ARRIVING_S)
-                    await self._read(bucket, tenant, newest, limit, FRESH_S)
+                    key = _key(tenant, conversation, newest)
+                    await self._read(bucket, tenant, newest, key, limit)
             self._failing = False
+            for name in wanted:
+                if self.lookup(tenant, name) is None:
+                    until = now + (FRESH_S if name is newest else ABSENT_S)
+                    self._absent.put((tenant, name), until)
         except (BusError, TimeoutError) as error:
             self._paused_until = now + PAUSE_S
             self._warn("cannot read generated answers", error)
         return wanted
 
-    def record(self, tenant: str, name: str, answer: Answer) -> None:
-        """Store an answer that this frontend has generated."""
+    def _may_be_stored(self, tenant: str, run: AnswerRun, now: float) -> bool:
+        """False if the bucket lacked it, or if this frontend has given another answer there."""
+        return (
+            self._served.get(run.place) in (None, run.name)
+            and (self._absent.get((tenant, run.name)) or 0.0) <= now
+        )
+
+    async def _has_any(self, key: str) -> bool:
+        """True if there are answers of the same conversation as the one of a key."""
+        bucket = self._bus.subjects.answers_bucket
+        others = f"$KV.{bucket}.{key.rpartition('.')[0]}.>"
+        try:
+            await self._bus.js.get_msg(f"KV_{bucket}", seq=1, subject=others, next=True)
+        except NotFound:
+            return False
+        return True
+
+    def served(self, tenant: str, messages: Sequence[Message], name: str) -> None:
+        """This frontend has answered these messages: no other has an answer to them.
+
+        `name` is that of the recorded answer, empty if it is shown as clients return it.
+        """
+        number = answers_in(messages)
+        self._served.put(self.names.place(tenant, messages, len(messages), number), name)
+
+    def record(self, tenant: str, conversation: int, name: str, answer: Answer) -> None:
+        """Store an answer that this frontend has generated; `conversation` is the key by which
+        `find` asks for it."""
         self._known.put(owner(tenant), (tenant, name), KnownAnswer(answer))
         self._absent.pop((tenant, name))
         if self._bucket is None or not self._bus.connected or len(self._unsent) >= MAX_WRITES:
             return
         if not self._unsent:
             asyncio.get_running_loop().call_later(GATHER_S, self._send)
-        self._unsent.append((tenant, name, answer))
+        self._unsent.append((tenant, _key(tenant, conversation, name), answer))
 
     def _send(self) -> None:
         """Send the recorded answers to the bucket."""
         unsent, self._unsent = self._unsent, []
         now = asyncio.get_running_loop().time()
-        for tenant, name, answer in unsent:
-            subject = f"$KV.{self._bus.subjects.answers_bucket}.{_key(tenant, name)}"
+        for tenant, key, answer in unsent:
+            subject = f"$KV.{self._bus.subjects.answers_bucket}.{key}"
             packed = _packed(tenant, answer)
             if len(packed) > self._bus.max_payload:
                 continue
@@ -169,24 +205,17 @@ class AnswerStore:
         await self._tasks.close()
 
     async def _read(
-        self,
-        bucket: Bucket,
-        tenant: str,
-        name: str,
-        limit: asyncio.Semaphore,
-        absent_s: float,
+        self, bucket: Bucket, tenant: str, name: str, key: str, limit: asyncio.Semaphore
     ) -> None:
-        """Read an answer; if it is absent, it is not looked up again for `absent_s`."""
+        """Read an answer, if it is stored."""
         async with limit:
             try:
-                answer = _unpacked((await bucket.get(_key(tenant, name))).value or b"", tenant)
+                answer = _unpacked((await bucket.get(key)).value or b"", tenant)
             except NotFound:
-                answer = None
-        if answer is None:
-            self._absent.put((tenant, name), asyncio.get_running_loop().time() + absent_s)
-            return
-        metrics.read_answers.inc()
-        self._known.put(owner(tenant), (tenant, name), KnownAnswer(answer))
+                return
+        if answer is not None:
+            metrics.read_answers.inc()
+            self._known.put(owner(tenant), (tenant, name), KnownAnswer(answer))
 
     async def _write(self, subject: str, packed: bytes) -> None:
         """Store an answer; those of the next CONFIRM_S are sent without waiting for the server."""
@@ -208,9 +237,9 @@ def _size(_key: Name, known: KnownAnswer) -> int:
     return known.answer.size
 
 
-def _key(tenant: str, name: str) -> str:
+def _key(tenant: str, conversation: int, name: str) -> str:
     digest = blake2b(f"{tenant}\0{name}".encode(), digest_size=16).hexdigest()
-    return f"{owner_of(tenant)}.{digest}"
+    return f"{owner_of(tenant)}.{conversation:x}.{digest}"
 
 
 def _packed(tenant: str, answer: Answer) -> bytes:

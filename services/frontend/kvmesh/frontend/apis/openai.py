@@ -1,6 +1,8 @@
 """Errors, usage and events that the OpenAI APIs share."""
 
+from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias
+from weakref import WeakMethod
 
 from msgspec import Meta, Struct
 
@@ -91,12 +93,15 @@ class ChunkExtras:
 
     The worker is in the first chunk that is sent once it is known, all of `nvext` in the last one
     with choices. With `continuous_usage_stats` each chunk has the usage so far.
+
+    A running request refers to its renderer, so the reference back to it is a weak one: a cycle
+    would hold all of an ended request until the garbage collector runs, which takes long then.
     """
 
     def __init__(self, request: GenerateRequest, options: StreamOptions | None) -> None:
         self.include_usage = bool(options and options.include_usage)
         self._continuous = bool(options and options.continuous_usage_stats)
-        self._so_far: SoFar | None = None
+        self._so_far: Callable[[], SoFar | None] = lambda: None
         self._worker = WORKER_ID in request.extra_fields
         self._late = self._continuous or bool(request.extra_fields)
         self._ended: list[dict[str, Any]] = []
@@ -108,14 +113,16 @@ class ChunkExtras:
         return {"usage": None} if self.include_usage and not self._continuous else {}
 
     def begin(self, so_far: SoFar | None) -> None:
-        self._so_far = so_far
         self.pending = self.pending and so_far is not None
+        if self.pending and so_far is not None:
+            self._so_far = WeakMethod(so_far)
 
     def next(self) -> dict[str, Any]:
         """The fields of the next chunk, while they are `pending`."""
-        if not self.pending or self._so_far is None:
+        so_far = self._so_far() if self.pending else None
+        if so_far is None:
             return {}
-        summary, found = self._so_far(), dict[str, Any]()
+        summary, found = so_far(), dict[str, Any]()
         if self._continuous:
             found["usage"] = usage_object(summary.usage)
         worker = (summary.nvext or {}).get(WORKER_ID)

@@ -51,6 +51,8 @@ async def read_body(
         body = await _receive(http.content, limit, timeout_s)
     if len(body) > limit:
         raise too_large(limit)
+    # aiohttp holds the queue of a body, which is at its end, as long as the answer
+    http.content._buffer = ()  # type: ignore[assignment]
     if coding is not None:
         body = await threads.run_steps(owner, decode_steps(body, coding, limit), at_once=False)
     if body.startswith(codecs.BOM_UTF8):

@@ -468,8 +468,10 @@ class GenerateEndpoint:
                 self._dependencies.stream_supervisor.remove(stream)
         await active.accepted(self._dependencies.settings.keepalive_s)
         try:
-            begun = call.renderer.begin(active.so_far)
-            await stream.open(annotations(active.prepared) + begun, active.flush)
+            # without a variable, which would hold it as long as the stream
+            await stream.open(
+                annotations(active.prepared) + call.renderer.begin(active.so_far), active.flush
+            )
             self._dependencies.stream_supervisor.add(stream, api.keepalive, active.flush)
             return await stream.close(await self._last_frames(stream, active, call))
         finally:

@@ -19,7 +19,7 @@ from kvmesh.bus.messages import (
     Retain,
     ShownAnswers,
 )
-from kvmesh.frontend.answers.answer import AnswerNames, AnswerRun, answer_runs, is_call
+from kvmesh.frontend.answers.answer import AnswerRun, answer_runs, is_call
 from kvmesh.frontend.answers.restore import KnownAnswer, restore
 from kvmesh.frontend.answers.store import AnswerStore
 from kvmesh.frontend.apis.content.compaction import without_compacted
@@ -42,7 +42,11 @@ from kvmesh.frontend.metrics import restored_answers
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, scope_sessions
 from kvmesh.frontend.preprocess.attachments import images_behind_results, readable
-from kvmesh.frontend.preprocess.conversation_key import conversation_key, inferred_session
+from kvmesh.frontend.preprocess.conversation_key import (
+    conversation_key,
+    first_message_key,
+    inferred_session,
+)
 from kvmesh.frontend.preprocess.edited_prompt import PromptCounter, apply_edits, note_compaction
 from kvmesh.frontend.preprocess.images.loader import ImageLoader
 from kvmesh.frontend.preprocess.images.placeholders import (
@@ -162,7 +166,6 @@ class Preprocessor:
         self._tenants = tenants
         self.answers = answers if answers is not None and answers.enabled else None
         self._share_prefixes = share_prefixes
-        self._names = AnswerNames()
         self.encoder = PromptEncoder(memo_bytes // 2)
         self.turns = Turns(memo_bytes // 2, secrets.token_hex(16))
         self.threads = FairThreads()
@@ -191,9 +194,10 @@ class Preprocessor:
         if self.answers is None or len(request.messages) < MIN_MESSAGES:
             return []
         thinks = model.dialect.grammar.reasoning_parser is not None
-        named = answer_runs(request.messages, self._names, request.cache_salt, request.memo)
+        tenant = request.cache_salt
+        named = answer_runs(request.messages, self.answers.names, tenant, request.memo)
         runs = [run for run in named if thinks or is_call(run.name)]
-        known = await self.answers.find(request.cache_salt, [run.name for run in runs])
+        known = await self.answers.find(tenant, first_message_key(request), runs)
         return [(run, known[run.name]) for run in runs if run.name in known]
 
     def _restore(

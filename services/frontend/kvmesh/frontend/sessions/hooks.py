@@ -28,6 +28,7 @@ from kvmesh.frontend.dispatch.task import SequenceTask
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.generation.active_request import ActiveRequest
 from kvmesh.frontend.namespaces import certain_conversation, inferred
+from kvmesh.frontend.preprocess.conversation_key import MASK
 from kvmesh.frontend.preprocess.preprocessor import CUT, PreparedRequest, Preprocessor
 from kvmesh.frontend.sessions.histories import Histories
 from kvmesh.frontend.sessions.last_prompts import LastPrompts
@@ -169,19 +170,19 @@ class SessionHooks:
     def _keep(self, active: ActiveRequest) -> Answer | None:
         """Store an answer that a client may return other than it was generated."""
         prepared, answers = active.prepared, self._preprocessor.answers
-        blocks = active.answer() if prepared.keeps_answer else []
-        if answers is None or not blocks:
+        stream = active.tasks[0].stream
+        if answers is None or not prepared.keeps_answer:
             return None
         request, model = prepared.request, prepared.model
-        name = name_after(request.messages, blocks)
-        tokens = active.tasks[0].stream.tokens
-        generated = None if active.is_cut else model.dialect.generated(request, tokens)
-        if not name:
-            return None
-        forced = prepared.form.rewrites_calls
-        answer = Answer(model.card.files, blocks, generated, forced)
-        answers.record(request.cache_salt, name, answer)
-        return answer
+        tenant, kept, blocks = request.cache_salt, None, active.answer()
+        name = name_after(request.messages, blocks) if blocks else ""
+        if name:
+            made = None if active.is_cut else model.dialect.generated(request, stream.tokens)
+            kept = Answer(model.card.files, blocks, made, prepared.form.rewrites_calls)
+            answers.record(tenant, request.hints.conversation & MASK, name, kept)
+        if stream.finish in ("stop", "length"):
+            answers.served(tenant, request.messages, name)
+        return kept
 
     async def run(self) -> None:
         """Count speculations whose prompt has not arrived as wasted, until cancelled."""

@@ -48,11 +48,12 @@ class LastPrompts:
     """The prompts, at most `limit` bytes: the owner with the most loses its least recent session.
 
     Each frontend stores the prompts that it has served and queries the other frontends for the
-    rest.
+    rest, unless it is `alone`.
     """
 
-    def __init__(self, bus: Bus, limit: int) -> None:
+    def __init__(self, bus: Bus, limit: int, alone: Callable[[], bool] = lambda: False) -> None:
         self._bus = bus
+        self._alone = alone
         self._limit = limit
         self._sessions: dict[str, LruCache[SessionKey, tuple[SessionPrompt, ...]]] = {}
         self._bytes = 0
@@ -155,6 +156,8 @@ class LastPrompts:
 
         This frontend gets the query, too: the prompt of the asking `request` is no reply.
         """
+        if self._alone():
+            return None
         query = SessionQuery(model, session, conversation, request, parts)
         subject = self._bus.subjects.sessions
         try:

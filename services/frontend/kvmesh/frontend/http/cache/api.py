@@ -115,7 +115,9 @@ class CacheApi:
         control = ControlClient(service.bus, directory)
         self._service = service
         self._directory = directory
-        self._sessions = LastPrompts(service.bus, settings.session_prompts_bytes)
+        self._sessions = LastPrompts(
+            service.bus, settings.session_prompts_bytes, lambda: len(control.frontends) < 2
+        )
         prompts = PromptResolver(registry, preprocessor, self._sessions, authenticator, tenants)
         self._endpoints = EndpointFactory(settings, preprocessor.threads, preprocessor.turns)
         self.prefetcher = Prefetcher(route_client, control, events)
