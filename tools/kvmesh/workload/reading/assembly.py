@@ -10,7 +10,7 @@ from kvmesh.workload.analysis.sharing import link_outputs
 from kvmesh.workload.errors import Problem, Repairs, TraceError
 from kvmesh.workload.model import LIMIT, Round, Session, Workload
 from kvmesh.workload.ordering import topological_order
-from kvmesh.workload.reading.prefixes import SharedPrefixes, joined, shared_prefixes
+from kvmesh.workload.reading.prefixes import SharedPrefixes, joined, separate, shared_prefixes
 from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, note_outputs
 from kvmesh.workload.reading.source import TraceFile
 from kvmesh.workload.reading.tree_builder import TreeBuilder
@@ -179,10 +179,15 @@ class Assembly:
             if row.ids and row.branch is None:
                 groups.setdefault((row.scope, row.block_size), []).append(row)
         for key, members in groups.items():
-            flat = joined([row.ids for row in members])
-            found = flat and shared_prefixes(self.tree, key[1], *flat)
+            together = joined(members)
+            if together is None:
+                continue
+            flat, lengths = together
+            found = shared_prefixes(self.tree, key[1], flat, lengths)
             if found:
                 self._prefixes[key] = found
+            else:
+                separate(members, flat)
 
     def _predecessors(self, rows: list[TraceRow]) -> list[set[int]]:
         """Indices of the rows that each row waits for: those it names, or the previous turn."""

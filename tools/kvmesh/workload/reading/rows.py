@@ -56,7 +56,7 @@ class TraceRow(Struct, kw_only=True, gc=False):
     session: str | None = None
     parent: str | None = None
     kind: str = ""
-    wait_for: list[str] = []
+    wait_for: Sequence[str] = ()
     chained: bool = False
     delay: float = 0.0
     wait: str = ""
@@ -80,8 +80,8 @@ def note_outputs(missing: int, repairs: Repairs) -> None:
 
 
 def packed(ids: list[int]) -> Sequence[int]:
-    """Block ids in 8 bytes each, where they fit 64 bits with or without a sign."""
-    for code in ("q", "Q"):
+    """Block ids in 4 or 8 bytes each, where they fit 64 bits with or without a sign."""
+    for code in ("i", "q", "Q"):
         try:
             return array(code, ids)
         except OverflowError:
