@@ -95,7 +95,9 @@ class _Reader:
             record = parsed(fields, DynamoRecord)
             if record.event_type in TOOL_EVENTS:
                 self._add_tool(record)
-            elif record.request is not None:
+            elif record.request is None:
+                raise msgspec.ValidationError("Object missing required field `request`")
+            else:
                 self.found += 1
                 row = self._row(record, record.request, file, line)
                 self.sessions.setdefault(row.session or f"request {self.found}", []).append(row)

@@ -14,7 +14,10 @@ from kvmesh.workload.reading.rows import name_of
 ANSWERS = ("assistant", "gpt", "ai", "model", "bot", "chatgpt", "bing", "bard")
 TOOLS = ("tool", "function", "observation", "ipython", "environment")
 CONVERSATIONS = ("conversations", "conversation", "history", "messages", "trajectory")
-PROMPTS = ("text_input", "text", "prompt", "question", "instruction", "input", "query", "content")
+PROMPTS = (
+    *("text_input", "text", "prompt", "prompt_token_ids", "question", "instruction", "input"),
+    *("query", "content"),
+)
 TEXTS = (
     ("reasoning_content", "reasoning", "thinking", "summary"),
     ("content", "value", "text", "output"),
@@ -119,9 +122,14 @@ def _prompt(fields: Mapping[str, Any], conversation: list[Any] | None) -> bytes:
     for key in PROMPTS:
         value = fields.get(key)
         if isinstance(value, str):
-            return head + value.encode()
+            # Alpaca's instructions have their text beside them.
+            about = fields.get("input") if key == "instruction" else ""
+            return head + value.encode() + _text(about)
         if isinstance(value, list) and all(type(each) is int for each in value):
-            return head + array("I", value).tobytes()  # token ids, of TOKEN_BYTES each
+            try:
+                return head + array("I", value).tobytes()  # token ids, of TOKEN_BYTES each
+            except OverflowError as error:
+                raise msgspec.ValidationError(f"a token id is out of range - at `{key}`") from error
         if isinstance(value, list) and value:
             return head + b"".join(_rendered(each) for each in value)
     raise msgspec.ValidationError("no text, messages or answer in this record")
