@@ -126,6 +126,10 @@ STATED = {
         lines(tracelab(0), tracelab(1), tracelab(1)),
         ["1 round with the index of another one of their session"],
     ),
+    "a request twice": (
+        lines(*[dynamo(request={"request_id": "a", "input_tokens": 9, "output_tokens": 9})] * 2),
+        ["1 record with the request id of an earlier one"],
+    ),
     "more cached than the prompt": (
         lines(tracelab(0), tracelab(1, prefix_tokens=1000)),
         ["1 round with more cached tokens than prompt tokens"],
@@ -220,6 +224,12 @@ def test_a_parent_may_begin_after_its_child(tmp_path: Path) -> None:
     assert notes == []
 
 
+def test_a_long_line_of_parents_is_read_at_once(tmp_path: Path) -> None:
+    rows = [mooncake(n, session_id=n, parent_session_id=n + 1) for n in range(20_000)]
+    workload, _ = read(tmp_path, lines(*rows, mooncake(20_000, session_id=20_000)))
+    assert sum(session.parent is not None for session in workload.sessions) == 20_000
+
+
 def test_an_empty_name_is_absent(tmp_path: Path) -> None:
     rows = [mooncake(n, session_id="", request_id="", parent_session_id="") for n in range(3)]
     workload, _ = read(tmp_path, lines(*rows))
@@ -265,3 +275,13 @@ def test_an_option_without_effect_is_stated(tmp_path: Path) -> None:
     file.write_bytes(lines(mooncake()))
     _, repairs = load(str(file), options=ReadOptions(turns="delta"))
     assert repairs.notes == ["--turns delta changes nothing: no session has several rows"]
+
+
+def test_a_text_says_more_than_its_length(tmp_path: Path) -> None:
+    rows = [{"prompt": "a" * 400, "prompt_tokens_count": 90, "output_tokens_count": 9}] * 2
+    table = ["prompt,prompt_tokens_count,output_tokens_count"]
+    table += [",".join(map(str, row.values())) for row in rows]
+    for content in (lines(*rows), "\n".join(table).encode()):
+        workload, _ = read(tmp_path, content)
+        first, second = workload.rounds
+        assert first.branch == second.branch

@@ -258,11 +258,11 @@ def _of_table(file: TraceFile) -> TraceFormat:
         return MOONCAKE
     if columns >= TRACELAB_COLUMNS:
         return TRACELAB
-    for table, found in TABLES:
-        if table.fits(columns):
-            return found
-    if is_text(dict.fromkeys(columns, "text")):
-        return TEXT
+    found = next((each for table, each in TABLES if table.fits(columns)), None)
+    if found in (None, COUNTS, LENGTHS) and is_text(dict.fromkeys(columns, "text")):
+        return TEXT  # which says more than its length
+    if found is not None:
+        return found
     return _unknown(file, f"its columns ({_some(columns)})")
 
 

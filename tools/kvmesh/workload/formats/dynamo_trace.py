@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from kvmesh.runtime.quantities import counted
 from kvmesh.workload.errors import Repairs
 from kvmesh.workload.model import HUMAN, PAUSE, TOOL, SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
@@ -84,7 +85,8 @@ class _Reader:
         self.tools: dict[str, list[tuple[float, str]]] = {}
         self.found = 0
         self._repairs = repairs
-        self._without_hashes = self._others = 0
+        self._without_hashes = self._others = self._repeated = 0
+        self._names: set[str] = set()
 
     def add(self, file: int, line: int, text: bytes) -> None:
         try:
@@ -100,6 +102,8 @@ class _Reader:
             else:
                 self.found += 1
                 row = self._row(record, record.request, file, line)
+                self._repeated += record.request.request_id in self._names
+                self._names.update(filter(None, [record.request.request_id]))
                 self.sessions.setdefault(row.session or f"request {self.found}", []).append(row)
         except (msgspec.MsgspecError, ValueError) as error:
             self.found += 1
@@ -108,6 +112,10 @@ class _Reader:
     def report(self) -> None:
         if self._others:
             self._repairs.assume(f"{self._others:,} records of other events are not read")
+        if self._repeated:
+            self._repairs.assume(
+                f"{counted(self._repeated, 'record')} with the request id of an earlier one"
+            )
         if self._without_hashes:
             self._repairs.assume(
                 f"{self._without_hashes:,} requests without `replay` hashes share nothing"

@@ -10,7 +10,7 @@ from kvmesh.runtime.quantities import counted
 from kvmesh.workload.analysis.sharing import link_outputs
 from kvmesh.workload.errors import Problem, Repairs, TraceError
 from kvmesh.workload.model import LIMIT, Round, Session, Workload
-from kvmesh.workload.ordering import topological_order
+from kvmesh.workload.ordering import ancestors, topological_order
 from kvmesh.workload.reading.prefixes import SharedPrefixes, joined, separate, shared_prefixes
 from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, note_outputs
 from kvmesh.workload.reading.source import TraceFile
@@ -45,6 +45,7 @@ class Assembly:
         self._prefixes: dict[tuple[int, int], SharedPrefixes] = {}
         self._sessions: dict[str, int] = {}
         self._first: dict[str, TraceRow] = {}
+        self._parents: dict[str, str | None] = {}
         self._session_list: list[Session] = []
         self._last: dict[int, Round] = {}
         self._rounds: list[Round] = []
@@ -201,21 +202,25 @@ class Assembly:
         for row in rows:
             if row.session is not None:
                 first.setdefault(row.session, row)
-        for name, row in first.items():
-            seen = {name}
-            parent = row.parent
-            while parent in first and parent not in seen:
-                seen.add(parent)
-                parent = first[parent].parent
-            if parent in seen:
-                self._note(row, f"cycle of parent sessions through {name!r}", "dropped the parent")
+        settled: set[str] = set()
+        for name in first:
+            path: dict[str, None] = {}
+            at: str | None = name
+            while at in first and at not in settled and at not in path:
+                path[at] = None
+                at = first[at].parent
+            if at in path:
+                row = first[at]
+                self._note(row, f"cycle of parent sessions through {at!r}", "dropped the parent")
                 row.parent = None
+            settled.update(path)
         unknown = sum(bool(row.parent) and row.parent not in first for row in first.values())
         if unknown:
             self._repairs.assume(
                 f"{counted(unknown, 'session')} of unknown parents: they are read as roots"
             )
         self._first = first
+        self._parents = {name: row.parent for name, row in first.items()}
 
     def _assemble(self, rows: list[TraceRow]) -> None:
         """Add a round per row; rows are left behind empty, as both would be in memory."""
@@ -336,15 +341,15 @@ class Assembly:
 
     def _new_session(self, row: TraceRow) -> int:
         """Add the session of its first row behind that of its parent, which may begin later."""
-        lineage = [row]
-        while (parent := lineage[-1].parent) in self._first and parent not in self._sessions:
-            lineage.append(self._first[parent])
-        index = -1
-        for each in reversed(lineage):
-            index = len(self._session_list)
-            named = each.session or f"r{index}"
-            above = self._sessions.get(each.parent or "")
-            self._session_list.append(Session(name=named, kind=each.kind, parent=above))
-            if each.session is not None:
-                self._sessions[each.session] = index
+        for name in ancestors(row.parent, self._parents, self._sessions):
+            self._append_session(self._first[name])
+        return self._append_session(row)
+
+    def _append_session(self, row: TraceRow) -> int:
+        index = len(self._session_list)
+        parent = self._sessions.get(row.parent or "")
+        name = row.session or f"r{index}"
+        self._session_list.append(Session(name=name, kind=row.kind, parent=parent))
+        if row.session is not None:
+            self._sessions[row.session] = index
         return index
