@@ -106,6 +106,11 @@ STATED = {
         lines({"text_input": "a", "timestamp": 5}, {"text_input": "b"}),
         ["1 request without a time: at the time of the first"],
     ),
+    "no ids of Bailian": (
+        lines(bailian(0, 1, hash_ids=[], input_length=9)),
+        ["1 request without hash_ids: nothing shares them"],
+    ),
+    "no ids of Dynamo": (lines(dynamo()), ["1 request without hash_ids: nothing shares them"]),
     "no times of Bailian": (
         lines(bailian(0, 1, timestamp=None), bailian(0, 2, timestamp=None)),
         ["all sessions start at once: the file has no times"],
@@ -154,7 +159,24 @@ REFUSED = {
         ),
         "a wait between 0 and 1e+11 ms expected, got -9",
     ),
-    "an endless wait of Weka": (lines(weka(think_time=1e300)), "a wait between 0 and 1e+11 ms"),
+    "an endless wait of Weka": (lines(weka(think_time=1e300)), "Expected `float` <= 100000000.0"),
+    "a negative time of Weka": (lines(weka(api_time=-5)), "Expected `float` >= 0.0"),
+    "too many ids of Weka": (
+        lines({**weka(hash_ids=[1]), "block_size": 16}),
+        "2 hash_ids for 130 tokens, which are 9 blocks of 16",
+    ),
+    "a negative time of Dynamo": (
+        lines(dynamo(request={"input_tokens": 9, "total_time_ms": -5})),
+        "Expected `float` >= 0.0 - at `request.total_time_ms`",
+    ),
+    "a turn that is none": (
+        lines({"turns": [None, {"text": "a"}]}),
+        "Expected `object` or `str`, got `NoneType` - in turns",
+    ),
+    "a step that is none": (
+        lines({"trajectory": [{"observation": "a", "action": "b"}, 5]}),
+        "Expected `object` or `str`, got `int` - in steps",
+    ),
     "a negative token id": (lines({"prompt": [1, -1]}), "a token id is out of range - at `prompt`"),
     "a cycle of dispatches": (
         lines(HEADER, agentic(0, {**DISPATCH, "request_id": "r1"}), agentic(1, DISPATCH)),
@@ -200,6 +222,13 @@ def test_what_cannot_be_is_one_error(tmp_path: Path, name: str) -> None:
         read(tmp_path, content)
     assert reason in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_trace_of_which_no_row_is_left_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "trace"
+    file.write_bytes(lines({"prompt": "a", "max_tokens": -1}))
+    with pytest.raises(WorkloadError, match="lengths between 0 and 100,000,000 tokens expected"):
+        load(str(file), repair=True)
 
 
 def test_files_that_count_their_chats_anew_are_not_one_workload(tmp_path: Path) -> None:

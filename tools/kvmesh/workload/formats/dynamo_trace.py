@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from kvmesh.runtime.quantities import counted
 from kvmesh.workload.errors import Repairs
-from kvmesh.workload.model import HUMAN, PAUSE, TOOL, SomeTokens, Tokens
+from kvmesh.workload.model import HUMAN, PAUSE, TOOL, Milliseconds, SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.block_ids import match_block_ids
 from kvmesh.workload.reading.options import ReadOptions
@@ -48,7 +48,7 @@ class DynamoRequest(Struct, kw_only=True):
     input_tokens: SomeTokens | None = None
     output_tokens: Tokens | None = None
     request_received_ms: float | str | None = None
-    total_time_ms: float | None = None
+    total_time_ms: Milliseconds | None = None
     input_trigger: str = ""
     finish_reason_metadata: dict[str, Any] = {}
     replay: DynamoReplay | None = None
@@ -85,7 +85,7 @@ class _Reader:
         self.tools: dict[str, list[tuple[float, str]]] = {}
         self.found = 0
         self._repairs = repairs
-        self._without_hashes = self._others = self._repeated = 0
+        self._others = self._repeated = 0
         self._names: set[str] = set()
 
     def add(self, file: int, line: int, text: bytes) -> None:
@@ -116,10 +116,6 @@ class _Reader:
             self._repairs.assume(
                 f"{counted(self._repeated, 'record')} with the request id of an earlier one"
             )
-        if self._without_hashes:
-            self._repairs.assume(
-                f"{self._without_hashes:,} requests without `replay` hashes share nothing"
-            )
 
     def _add_tool(self, record: DynamoRecord) -> None:
         session, _ = _session(record)
@@ -134,7 +130,6 @@ class _Reader:
         tokens = replay.input_length if replay else one.input_tokens
         if tokens is None:
             raise msgspec.ValidationError("Object missing required field `input_tokens`")
-        self._without_hashes += replay is None
         took = one.total_time_ms or 0.0
         written = moment(record.event_time_unix_ms, 1.0)
         received = one.request_received_ms

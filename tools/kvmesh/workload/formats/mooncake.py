@@ -70,7 +70,6 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
         for line, record in file.records() if file.is_json else file.table():
             reader.add(number, line, record)
     rows = reader.rows
-    reader.report()
     rescale_unix_times(rows, options, "ms", repairs)
     note_overlaps(rows, len(files), repairs)
     match_block_ids(rows, files, repairs)
@@ -88,7 +87,6 @@ class _Reader:
         self._block_size = options.trace_block_size or BLOCK_SIZE
         self._repairs = repairs
         self._decode = msgspec.json.Decoder(MooncakeRow).decode
-        self._without_ids = 0
         self._file = -1
 
     def add(self, file: int, line: int, record: bytes | str | dict[str, Any]) -> None:
@@ -102,11 +100,6 @@ class _Reader:
             self._repairs.note(line, reason_of(error), "dropped the line")
         else:
             self.rows.append(row)
-
-    def report(self) -> None:
-        """State the assumptions about what the rows leave out."""
-        if self._without_ids:
-            self._repairs.assume(f"{self._without_ids:,} requests without hash_ids share nothing")
 
     def _parse(self, record: bytes | str | dict[str, Any]) -> MooncakeRow:
         if isinstance(record, bytes):
@@ -128,7 +121,6 @@ class _Reader:
         time = row.created_time if row.timestamp is None else row.timestamp
         delay = row.delay_ms if row.delay is None else row.delay * self._unit
         wait = row.tool_wait_ms or 0.0
-        self._without_ids += not ids
         return TraceRow(
             line=line,
             file=file,

@@ -66,13 +66,13 @@ class Assembly:
         number of rows in the files, if some were dropped.
         """
         found = found or len(rows)
+        self._assume_outputs(rows)
+        self._normalise_times(rows)
+        self._drop_impossible(rows)
         if not rows:
             self._repairs.check(found)
             nothing = Problem(1, "no requests in this file", "", self._path(0))
             raise TraceError(self._path(0), self._repairs.problems or [nothing])
-        self._assume_outputs(rows)
-        self._normalise_times(rows)
-        self._drop_impossible(rows)
         self._make_ids_unique(rows)
         self._order(rows, ordered)
         self._find_parents(rows)

@@ -170,7 +170,7 @@ def _turns(fields: Mapping[str, Any], name: str) -> Iterator[TextRequest]:
     """AIPerf's multi-turn conversations: each turn adds its text."""
     session = _session(fields) or name
     for index, turn in enumerate(fields["turns"]):
-        each = {"text": turn} if isinstance(turn, str) else turn
+        each = {"text": turn} if isinstance(turn, str) else _object(turn, "turns")
         one = _single({key: value for key, value in each.items() if value is not None}, None)
         one.session = session
         one.grows = index > 0
@@ -186,7 +186,7 @@ def _steps(conversation: list[Any]) -> list[Any]:
     if not any(isinstance(step, dict) and "observation" in step for step in conversation):
         return conversation
     messages: list[Any] = []
-    for step in conversation:
+    for step in (_object(each, "steps") for each in conversation):
         said = step.get("response") or f"{step.get('thought', '')}\n{step.get('action', '')}"
         messages += [
             {"role": "assistant", "content": said},
@@ -228,9 +228,14 @@ def _rendered(message: Any) -> bytes:
     """The text of a message behind the name of its author."""
     if isinstance(message, str):
         return message.encode() + b"\n"
-    if not isinstance(message, dict):
-        raise TypeError(f"Expected `object` or `str`, got `{type(message).__name__}` - in messages")
-    return b"%b\n%b\n" % (_role(message).encode(), _text(message))
+    return b"%b\n%b\n" % (_role(message).encode(), _text(_object(message, "messages")))
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        raise TypeError(f"Expected `object` or `str`, got `{kind}` - in {where}")
+    return value
 
 
 def _text(part: Any) -> bytes:
