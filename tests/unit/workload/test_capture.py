@@ -121,6 +121,19 @@ def test_children_know_their_parents() -> None:
     assert assemble(recorder.rounds).sessions[1].parent == 0
 
 
+@pytest.mark.parametrize("root", [None, "child"])
+def test_a_parent_may_begin_after_its_child(root: str | None) -> None:
+    """Or be the child of its own child, as clients say."""
+    recorder = recorded(
+        decided("a", 0.0, [9, 10], 33, Hints(session="child", parent_session="s")),
+        decided("b", 0.5, [1, 2], 33, Hints(session="s", parent_session=root)),
+        ended("a", 1.0),
+        ended("b", 1.5),
+    )
+    sessions = assemble(recorder.rounds).sessions
+    assert [(each.name, each.parent) for each in sessions] == [("s", None), ("child", 0)]
+
+
 def test_sessions_end_as_they_did() -> None:
     last = Hints(session="s", session_final=True)
     recorder = recorded(

@@ -20,6 +20,7 @@ from kvmesh.hashing import HASH_BYTES
 from kvmesh.workload.analysis.sharing import link_outputs
 from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.model import Round, Session, Workload, wait_of
+from kvmesh.workload.ordering import ancestors
 from kvmesh.workload.reading.tree_builder import TreeBuilder
 from kvmesh.workload.tree import Tree
 
@@ -110,7 +111,7 @@ def assemble(captured: list[CapturedRound]) -> Workload:
     if not captured:
         raise CaptureError("no finished requests in this window")
     size = fitting_block_size(captured)
-    writer = _Writer(captured[0].arrival, size)
+    writer = _Writer(captured, size)
     for each in captured:
         writer.add(each)
     workload = Workload(
@@ -121,18 +122,24 @@ def assemble(captured: list[CapturedRound]) -> Workload:
 
 
 class _Writer:
-    def __init__(self, origin: float, block_size: int) -> None:
+    def __init__(self, captured: list[CapturedRound], block_size: int) -> None:
         self.tree = Tree()
         self.sessions: list[Session] = []
         self.rounds: list[Round] = []
-        self._origin = origin
+        self._origin = captured[0].arrival
+        self._first: dict[str, CapturedRound] = {}
+        for each in captured:
+            if each.decision.hints.session is not None:
+                self._first.setdefault(each.decision.hints.session, each)
+        parents = {name: each.decision.hints.parent_session for name, each in self._first.items()}
+        self._parents = parents
         self._builder = TreeBuilder(self.tree, block_size)
         self._known: dict[str, int] = {}
         self._last: dict[int, tuple[int, CapturedRound]] = {}
 
     def add(self, captured: CapturedRound) -> None:
         decision, outcome = captured.decision, captured.outcome
-        session = self._session(decision, outcome.agent)
+        session = self._session(captured)
         if decision.hints.session_final:
             self.sessions[session] = msgspec.structs.replace(self.sessions[session], ends=True)
         hashes = memoryview(decision.sequence_hashes).cast("Q").tolist()
@@ -156,15 +163,26 @@ class _Writer:
             round_ = _following(round_, before[0], captured.arrival - before[1].end, before[1])
         self.rounds.append(round_)
 
-    def _session(self, decision: Decision, kind: str) -> int:
-        name = decision.hints.session
+    def _session(self, captured: CapturedRound) -> int:
+        """The session of a request behind its parent, which may begin later."""
+        name = captured.decision.hints.session
         if name is not None and name in self._known:
             return self._known[name]
-        parent = self._known.get(decision.hints.parent_session or "")
-        self.sessions.append(Session(name=name or decision.request, kind=kind, parent=parent))
-        if name is not None:
-            self._known[name] = len(self.sessions) - 1
-        return len(self.sessions) - 1
+        above = captured.decision.hints.parent_session
+        for each in ancestors(above, self._parents, self._known):
+            if each != name:
+                self._append_session(self._first[each])
+        return self._append_session(captured)
+
+    def _append_session(self, captured: CapturedRound) -> int:
+        hints = captured.decision.hints
+        index = len(self.sessions)
+        parent = self._known.get(hints.parent_session or "")
+        name = hints.session or captured.decision.request
+        self.sessions.append(Session(name=name, kind=captured.outcome.agent, parent=parent))
+        if hints.session is not None:
+            self._known[hints.session] = index
+        return index
 
 
 def _following(round_: Round, index: int, wait_s: float, before: CapturedRound) -> Round:

@@ -1,7 +1,7 @@
-"""Topological order (Kahn 1962)."""
+"""Orders in which nothing precedes what it needs: of requests (Kahn 1962), and of sessions."""
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 
 
 def topological_order(before: list[set[int]], on_cycle: Callable[[int], None]) -> Iterator[int]:
@@ -35,3 +35,17 @@ def topological_order(before: list[set[int]], on_cycle: Callable[[int], None]) -
         on_cycle(next_open)
         before[next_open] = {other for other in before[next_open] if done[other]}
         ready.append(next_open)
+
+
+def ancestors(
+    name: str | None, parents: Mapping[str, str | None], known: Container[str]
+) -> list[str]:
+    """A session `name` and those above it in `parents` that are not known, the highest first.
+
+    A cycle is cut above the session that leads back to another one.
+    """
+    path: dict[str, None] = {}
+    while name is not None and name in parents and name not in known and name not in path:
+        path[name] = None
+        name = parents[name]
+    return list(path)[::-1]

@@ -139,7 +139,7 @@ def test_nan_is_a_missing_value(tmp_path: Path) -> None:
     file.write_text(TEXT + '{"timestamp": NaN, "input_length": 9, "output_length": NaN}\n')
     workload, repairs = load(str(file))
     assert len(workload) == 7
-    assert "1 request without a time start with the first" in repairs.notes
+    assert "1 request without a time: at the time of the first" in repairs.notes
     assert "1 request without an output length: 128 tokens assumed" in repairs.notes
 
 

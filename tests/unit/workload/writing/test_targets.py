@@ -93,6 +93,17 @@ def test_dynamo_s_header_states_blocks_and_rows_their_dependencies(
     assert sum(ideal_hits(again, 64)) == pytest.approx(sum(ideal_hits(agents, 64)), rel=0.01)
 
 
+def test_a_parent_that_begins_after_its_child_is_named(tmp_path: Path) -> None:
+    workload = chain((1024, 100), (1636, 50))
+    child = structs.replace(workload.rounds[0], session=1)
+    later = [structs.replace(workload.rounds[0], at_s=5.0)]
+    later.append(structs.replace(workload.rounds[1], after=(1,)))
+    sessions = [*workload.sessions, Session(name="child", parent=0)]
+    workload = structs.replace(workload, sessions=sessions, rounds=[child, *later])
+    lost = "parents of 1 child session that no request of the parent starts"
+    assert lost in save(workload, tmp_path / "w.jsonl", None, "dynamo").losses
+
+
 @pytest.mark.parametrize(
     ("target", "unit", "option"),
     [

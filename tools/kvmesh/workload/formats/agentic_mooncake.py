@@ -22,6 +22,7 @@ from kvmesh.workload.reading.rows import (
     decoded,
     packed,
     parsed,
+    prompt_tokens,
     reason_of,
     record_of,
 )
@@ -77,7 +78,7 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
             try:
                 one = parsed(decoded(record), AgenticRow)
                 _set_apart(one, f"{number + 1}/" if len(files) > 1 else "")
-                row = _row(one, header, number, line)
+                row = _row(one, header, number, line, repairs)
             except msgspec.MsgspecError as error:
                 repairs.note(line, reason_of(error), "dropped the line")
                 continue
@@ -117,16 +118,16 @@ def _set_apart(one: AgenticRow, file: str) -> None:
         each.request_id = file + each.request_id
 
 
-def _row(one: AgenticRow, header: AgenticHeader, file: int, line: int) -> TraceRow:
+def _row(
+    one: AgenticRow, header: AgenticHeader, file: int, line: int, repairs: Repairs
+) -> TraceRow:
     size = header.block_size
-    tokens = one.input_length or one.input_tokens or len(one.hash_ids) * size
-    if not tokens:
-        raise msgspec.ValidationError("Object missing required field `input_length`")
+    stated = one.input_length or one.input_tokens
     output = one.output_tokens if one.output_length is None else one.output_length
     return TraceRow(
         line=line,
         file=file,
-        input_length=tokens,
+        input_length=prompt_tokens(stated, one.hash_ids, size, repairs),
         output_length=output,
         ids=packed(one.hash_ids),
         block_size=size,
@@ -164,7 +165,10 @@ def _follow_dispatch(
     seen: set[str] = set()
     delay = 0.0
     chain = dependencies
-    while chain and chain[0].trigger == "dispatch" and chain[0].request_id not in seen:
+    while chain and chain[0].trigger == "dispatch":
+        if chain[0].request_id in seen:
+            row.wait_for = [row.request_id or ""]  # a cycle, as one of completions
+            return
         seen.add(chain[0].request_id)
         delay += chain[0].delay_ms
         if chain[0].request_id not in waits:

@@ -14,7 +14,14 @@ from kvmesh.workload.errors import Repairs
 from kvmesh.workload.model import SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.options import ReadOptions, TimeUnit
-from kvmesh.workload.reading.rows import TraceRow, decoded, moment, parsed, reason_of
+from kvmesh.workload.reading.rows import (
+    TraceRow,
+    decoded,
+    moment,
+    note_unread,
+    parsed,
+    reason_of,
+)
 from kvmesh.workload.reading.source import TraceFile
 from kvmesh.workload.reading.unix_times import rescale_unix_times
 
@@ -119,6 +126,7 @@ class _Reader:
         self._assembly = Assembly(files, repairs)
         self._prefixes: dict[str, int] = {}
         self._failed = 0
+        self._seen = False
 
     def trace(self) -> ReadTrace:
         rows: list[TraceRow] = []
@@ -144,6 +152,9 @@ class _Reader:
     def _parse(self, fields: bytes | str | dict[str, Any]) -> ArrivalRow:
         columns = self._table.columns
         lower = {name.strip().lower(): value for name, value in decoded(fields).items()}
+        if not self._seen:
+            self._seen = True
+            note_unread(lower, columns, self._repairs)
         named = {columns[name]: value for name, value in lower.items() if name in columns}
         if named.get("input_length") in (0, "0") and named.get("prefix_length"):
             named["input_length"] = 1
@@ -174,5 +185,3 @@ class _Reader:
             self._repairs.assume(
                 f"{alone:,} requests share nothing: the format has lengths without contents"
             )
-        if rows and all(row.time is None for row in rows):
-            self._repairs.assume("all requests start at once: the file has no times")

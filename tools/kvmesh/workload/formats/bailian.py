@@ -14,11 +14,20 @@ from kvmesh.workload.model import SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.block_ids import match_block_ids
 from kvmesh.workload.reading.options import ReadOptions
-from kvmesh.workload.reading.rows import TraceRow, decoded, moment, packed, parsed, reason_of
+from kvmesh.workload.reading.rows import (
+    TraceRow,
+    decoded,
+    moment,
+    packed,
+    parsed,
+    prompt_tokens,
+    reason_of,
+)
 from kvmesh.workload.reading.source import TraceFile
 from kvmesh.workload.reading.unix_times import rescale_unix_times
 
 BLOCK_SIZE = 16
+SEVERAL = "files that count their chats anew are workloads of their own: read one at a time"
 
 
 class BailianRow(Struct, kw_only=True):
@@ -43,9 +52,13 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
             found += 1
             try:
                 one = parsed(decoded(record), BailianRow)
-                row = _row(one, options, number, line)
+                row = _row(one, options, number, line, repairs)
             except (msgspec.MsgspecError, ValueError) as error:
                 repairs.note(line, reason_of(error), "dropped the line")
+                continue
+            if one.chat_id in parents:
+                reason = f"duplicate chat id {one.chat_id!r}"
+                repairs.note(line, reason, "dropped the line", SEVERAL if number else "")
                 continue
             rows.append(row)
             chats.append(one.chat_id)
@@ -59,16 +72,13 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
     return assembly.trace(rows, found=found)
 
 
-def _row(one: BailianRow, options: ReadOptions, file: int, line: int) -> TraceRow:
+def _row(one: BailianRow, options: ReadOptions, file: int, line: int, repairs: Repairs) -> TraceRow:
     size = options.trace_block_size or BLOCK_SIZE
-    tokens = one.input_length or len(one.hash_ids) * size
-    if not tokens:
-        raise msgspec.ValidationError("Object missing required field `input_length`")
     time = one.timestamp
     return TraceRow(
         line=line,
         file=file,
-        input_length=tokens,
+        input_length=prompt_tokens(one.input_length, one.hash_ids, size, repairs),
         output_length=one.output_length,
         ids=packed(one.hash_ids),
         block_size=size,

@@ -51,7 +51,7 @@ class _Reader:
         self._numbers = count(1)
         self._conversations: set[str | None] = set()
         self._unit: TimeUnit | None = options.time_unit
-        self._without_time = self._empty = 0
+        self._empty = 0
 
     def add(self, file: int, line: int, record: bytes | str | dict[str, Any]) -> None:
         self.found += 1
@@ -84,9 +84,7 @@ class _Reader:
         assume("lengths are estimates: a token is 4 bytes of text, and a template adds none")
         if self._empty:
             assume(f"left out {counted(self._empty, 'conversation')} without a message")
-        if self.rows and self._without_time == len(self.rows):
-            assume("all sessions start at once: the records have no `timestamp`")
-        elif self._unit is not None:
+        if self._unit is not None:
             assume(f"times are read as {self._unit} (--time-unit)")
 
     def _add(self, request: TextRequest, file: int, line: int) -> None:
@@ -94,7 +92,6 @@ class _Reader:
         if output is None and request.output is not None:
             output = _tokens(request.output)
         timed = request.time is not None
-        self._without_time += not timed
         row = TraceRow(
             line=line,
             file=file,

@@ -80,6 +80,10 @@ BINARY = {
     b"\x28\xb5\x2f\xfd": ("zstandard", "unpack it, or pack it with gzip"),
     b"BZh": ("bzip2", "unpack it, or pack it with gzip"),
     b"\xfd7zXZ": ("xz", "unpack it, or pack it with gzip"),
+    b"FEA1": ("Feather", "write it as JSON lines (pandas: `to_json(lines=True)`)"),
+    b"Obj\x01": ("Avro", "write it as JSON lines"),
+    b"ORC": ("ORC", "write it as JSON lines"),
+    b"version https://git-lfs": ("a pointer of Git LFS", "fetch the file (`git lfs pull`)"),
     b"SQLite format 3": ("an SQLite database", "export its rows as JSON lines"),
 }
 OTHERS: tuple[tuple[frozenset[str], str, str], ...] = (
@@ -123,6 +127,8 @@ def format_of(file: TraceFile) -> TraceFormat:
     for mark, (name, way_out) in BINARY.items():
         if start.startswith(mark):
             raise FormatError(f"{file}: this is {name}, which is not read: {way_out}")
+    if start[257:262] == b"ustar":
+        raise FormatError(f"{file}: this is a tar archive, which is not read: unpack it")
     if b"\0" in start or _undecodable(start):
         raise FormatError(f"{file}: this is no text")
     if not file.is_json:
@@ -252,11 +258,11 @@ def _of_table(file: TraceFile) -> TraceFormat:
         return MOONCAKE
     if columns >= TRACELAB_COLUMNS:
         return TRACELAB
-    for table, found in TABLES:
-        if table.fits(columns):
-            return found
-    if is_text(dict.fromkeys(columns, "text")):
-        return TEXT
+    found = next((each for table, each in TABLES if table.fits(columns)), None)
+    if found in (None, COUNTS, LENGTHS) and is_text(dict.fromkeys(columns, "text")):
+        return TEXT  # which says more than its length
+    if found is not None:
+        return found
     return _unknown(file, f"its columns ({_some(columns)})")
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from kvmesh.runtime.quantities import counted
 from kvmesh.workload.errors import Repairs
-from kvmesh.workload.model import HUMAN, PAUSE, TOOL, SomeTokens, Tokens
+from kvmesh.workload.model import HUMAN, PAUSE, TOOL, Milliseconds, SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.block_ids import match_block_ids
 from kvmesh.workload.reading.options import ReadOptions
@@ -47,7 +48,7 @@ class DynamoRequest(Struct, kw_only=True):
     input_tokens: SomeTokens | None = None
     output_tokens: Tokens | None = None
     request_received_ms: float | str | None = None
-    total_time_ms: float | None = None
+    total_time_ms: Milliseconds | None = None
     input_trigger: str = ""
     finish_reason_metadata: dict[str, Any] = {}
     replay: DynamoReplay | None = None
@@ -84,7 +85,8 @@ class _Reader:
         self.tools: dict[str, list[tuple[float, str]]] = {}
         self.found = 0
         self._repairs = repairs
-        self._without_hashes = self._others = 0
+        self._others = self._repeated = 0
+        self._names: set[str] = set()
 
     def add(self, file: int, line: int, text: bytes) -> None:
         try:
@@ -95,9 +97,13 @@ class _Reader:
             record = parsed(fields, DynamoRecord)
             if record.event_type in TOOL_EVENTS:
                 self._add_tool(record)
-            elif record.request is not None:
+            elif record.request is None:
+                raise msgspec.ValidationError("Object missing required field `request`")
+            else:
                 self.found += 1
                 row = self._row(record, record.request, file, line)
+                self._repeated += record.request.request_id in self._names
+                self._names.update(filter(None, [record.request.request_id]))
                 self.sessions.setdefault(row.session or f"request {self.found}", []).append(row)
         except (msgspec.MsgspecError, ValueError) as error:
             self.found += 1
@@ -106,9 +112,9 @@ class _Reader:
     def report(self) -> None:
         if self._others:
             self._repairs.assume(f"{self._others:,} records of other events are not read")
-        if self._without_hashes:
+        if self._repeated:
             self._repairs.assume(
-                f"{self._without_hashes:,} requests without `replay` hashes share nothing"
+                f"{counted(self._repeated, 'record')} with the request id of an earlier one"
             )
 
     def _add_tool(self, record: DynamoRecord) -> None:
@@ -124,7 +130,6 @@ class _Reader:
         tokens = replay.input_length if replay else one.input_tokens
         if tokens is None:
             raise msgspec.ValidationError("Object missing required field `input_tokens`")
-        self._without_hashes += replay is None
         took = one.total_time_ms or 0.0
         written = moment(record.event_time_unix_ms, 1.0)
         received = one.request_received_ms

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from kvmesh.runtime.quantities import counted
 from kvmesh.workload.errors import Repairs
 from kvmesh.workload.model import TOOL, Milliseconds, Priority, SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
@@ -23,8 +22,10 @@ from kvmesh.workload.reading.rows import (
     TraceRow,
     decoded,
     moment,
+    note_unread,
     packed,
     parsed,
+    prompt_tokens,
     reason_of,
 )
 from kvmesh.workload.reading.source import TraceFile
@@ -69,7 +70,6 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
         for line, record in file.records() if file.is_json else file.table():
             reader.add(number, line, record)
     rows = reader.rows
-    reader.report()
     rescale_unix_times(rows, options, "ms", repairs)
     note_overlaps(rows, len(files), repairs)
     match_block_ids(rows, files, repairs)
@@ -87,29 +87,19 @@ class _Reader:
         self._block_size = options.trace_block_size or BLOCK_SIZE
         self._repairs = repairs
         self._decode = msgspec.json.Decoder(MooncakeRow).decode
-        self._without_ids = 0
+        self._file = -1
 
     def add(self, file: int, line: int, record: bytes | str | dict[str, Any]) -> None:
         self.found += 1
         try:
+            if file != self._file:
+                self._file = file
+                note_unread(decoded(record), MooncakeRow.__struct_fields__, self._repairs)
             row = self._row(self._parse(record), file, line)
         except (msgspec.MsgspecError, ValueError) as error:
             self._repairs.note(line, reason_of(error), "dropped the line")
         else:
             self.rows.append(row)
-
-    def report(self) -> None:
-        """State the assumptions about what the rows leave out."""
-        if self._without_ids:
-            self._repairs.assume(f"{self._without_ids:,} requests without hash_ids share nothing")
-        times = [row.time for row in self.rows]
-        if self.rows and all(time is None for time in times):
-            if not any(row.wait_for or row.session for row in self.rows):
-                self._repairs.assume("all requests start at once: the file has no times")
-        elif loose := sum(
-            row.time is None and row.session is None and not row.wait_for for row in self.rows
-        ):
-            self._repairs.assume(f"{counted(loose, 'request')} without a time start with the first")
 
     def _parse(self, record: bytes | str | dict[str, Any]) -> MooncakeRow:
         if isinstance(record, bytes):
@@ -125,27 +115,26 @@ class _Reader:
 
     def _row(self, row: MooncakeRow, file: int, line: int) -> TraceRow:
         size = row.block_size or self._block_size
-        tokens = row.input_length or row.input_tokens or len(row.hash_ids or ()) * size
-        if not tokens:
-            raise msgspec.ValidationError("Object missing required field `input_length`")
+        ids = row.hash_ids or []
+        stated = row.input_length or row.input_tokens
         output = row.output_tokens if row.output_length is None else row.output_length
         time = row.created_time if row.timestamp is None else row.timestamp
         delay = row.delay_ms if row.delay is None else row.delay * self._unit
-        self._without_ids += not row.hash_ids
+        wait = row.tool_wait_ms or 0.0
         return TraceRow(
             line=line,
             file=file,
-            input_length=tokens,
+            input_length=prompt_tokens(stated, ids, size, self._repairs),
             output_length=output,
-            ids=packed(row.hash_ids or []),
+            ids=packed(ids),
             block_size=size,
             time=None if time is None else time * self._unit,
-            request_id=row.request_id,
-            session=row.session_id,
-            parent=row.parent_session_id,
-            wait_for=row.wait_for,
+            request_id=row.request_id or None,
+            session=row.session_id or None,
+            parent=row.parent_session_id or None,
+            wait_for=row.wait_for or (),
             chained=delay is not None or time is None,
-            delay=(delay or 0.0) + (row.tool_wait_ms or 0.0),
+            delay=delay + wait if delay and wait else delay or wait,
             wait=TOOL if row.tool_wait_ms else "",
             priority=row.priority,
             fair_class=row.fair_class,

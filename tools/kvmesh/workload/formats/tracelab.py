@@ -51,6 +51,8 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
     if not sessions:
         nothing = Problem(1, "no sessions in this file", "")
         raise TraceError(files[0].path, repairs.problems or [nothing])
+    if len(sessions) > 1 and not any(rows[0][1].arrival_time for rows in sessions):
+        repairs.assume("all sessions start at once: the file has no arrival times")
     sessions.sort(key=lambda rows: rows[0][1].arrival_time)
     _normalise_times(sessions, paths, options, repairs)
     every = [row for rows in sessions for _, row in rows]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Struct
 
+from kvmesh.runtime.quantities import counted
 from kvmesh.workload.errors import Repairs
 from kvmesh.workload.model import HUMAN, TOOL, SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
@@ -84,6 +85,12 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
     rescale_unix_times(every, options, "ms", repairs)
     assembly = Assembly(files, repairs)
     heads = _Heads(assembly.tree)
+    twice = sum(len(m) - len({one.round_index for _, one in m}) for m in sessions.values())
+    if twice:
+        repairs.assume(f"{counted(twice, 'round')} with the index of another one of their session")
+    over = sum(one.prefix_tokens > row.input_length for m in sessions.values() for row, one in m)
+    if over:
+        repairs.assume(f"{counted(over, 'round')} with more cached tokens than prompt tokens")
     for members in sessions.values():
         members.sort(key=lambda pair: (pair[0].time or 0.0, pair[1].round_index))
         _grow(members, heads)

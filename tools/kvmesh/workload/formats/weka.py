@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from kvmesh.workload.errors import Repairs
-from kvmesh.workload.model import HUMAN, TOOL, SomeTokens, Tokens
+from kvmesh.workload.model import HUMAN, TOOL, Seconds, SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.options import ReadOptions
 from kvmesh.workload.reading.recorded import follow
@@ -44,8 +44,8 @@ class WekaEntry(Struct, kw_only=True, rename={"input": "in", "output": "out"}):
     output: Tokens | None = None
     hash_ids: list[int] = []
     input_types: list[str] = []
-    api_time: float | None = None
-    think_time: float | None = None
+    api_time: Seconds | None = None
+    think_time: Seconds | None = None
     agent_id: str = ""
     subagent_type: str = ""
     status: str = COMPLETED
@@ -154,7 +154,13 @@ class _Reader:
         if not entry.input:
             self._repairs.assume("requests without prompt tokens count as one token")
         tokens = max(entry.input, 1)
-        ids = entry.hash_ids[: -(-tokens // self._size)]
+        found, blocks = len(entry.hash_ids), -(-tokens // self._size)
+        if found not in (0, tokens // self._size, blocks):
+            reason = (
+                f"{found} hash_ids for {tokens} tokens, which are {blocks} blocks of {self._size}"
+            )
+            self._repairs.note(self._line[1], reason, "dropped surplus or missing hash_ids")
+        ids = entry.hash_ids[:blocks]
         branch = self.assembly.builder(self._scope, self._size).add_contents(ids)
         self._requests += 1
         think = entry.think_time

@@ -9,8 +9,8 @@ from kvmesh.workload.model import Workload
 from kvmesh.workload.reading.window import TOKEN_S, planned_starts
 
 Floats = NDArray[np.float64]
-WINDOW = 16  # arrivals that exchange the times before them
-SWAP = 4.0  # places by which the order of arrivals changes
+WINDOW = 16  # arrivals among which families exchange their starts
+DRAINED = 0.95  # share of the requests that have ended when the next batch starts
 
 
 class Pauses:
@@ -48,47 +48,43 @@ class Pauses:
 
 
 class FamilyArrivals:
-    """The times at which families start, `speedup` times faster than recorded."""
+    """The times at which families start, `speedup` times faster than recorded.
+
+    Families that start about together and last about as long exchange their starts. So as many
+    run at a time as in the source, also where one starts when another ends.
+    """
 
     def __init__(self, workload: Workload, families: list[list[int]], speedup: float) -> None:
         starts = np.array([family_start(workload, family) for family in families]) / speedup
-        self._starts: Floats = starts - starts.min()
-        self._gaps: Floats = np.diff(np.sort(self._starts))
-        mean_gap = float(self._gaps.mean()) if len(self._gaps) else 0.0
+        self._order = np.argsort(starts, kind="stable")
+        ordered = starts[self._order]
+        mean_gap = float(np.diff(ordered).mean()) if len(ordered) > 1 else 0.0
+        self._gaps: Floats = np.empty(len(starts))  # until the next family starts
+        self._gaps[self._order] = np.diff(ordered, append=ordered[-1] + mean_gap)
         planned = planned_starts(workload, TOKEN_S)
-        answers = [round_.output_tokens * TOKEN_S for round_ in workload.rounds]
-        lasts = [
-            max(planned[i] + answers[i] for i in family) - min(planned[i] for i in family)
-            for family in families
-        ]
+        ends: list[float] = []
+        self._lasts: Floats = np.empty(len(families))
+        for number, family in enumerate(families):
+            begin = min(planned[index] for index in family)
+            lasts = [
+                planned[index] - begin + workload.rounds[index].output_tokens * TOKEN_S
+                for index in family
+            ]
+            self._lasts[number] = max(lasts)
+            ends += [starts[number] - ordered[0] + seconds for seconds in lasts]
         # The next batch comes at the pace of arrivals, but not on top of sessions that all
         # started at once.
-        self._span = float(self._starts.max()) + mean_gap
-        self.period_s = max(self._span, float(np.mean(lasts)))
+        self.period_s = max(float(self._gaps.sum()), float(np.quantile(ends, DRAINED)))
 
     def starts(self, batch: int, chosen: list[int], rng: np.random.Generator) -> list[float]:
         """Seconds from the start of the workload at which each chosen family of a batch starts.
 
-        A part of the families takes a part of the time.
+        A part of the families starts without the time that the others take.
         """
-        count = len(chosen)
-        part = count / len(self._starts)
-        of = self._starts[chosen]
-        if part < 1 and self._span > 0:
-            of = np.mod(of, self._span * part)
-        order = np.argsort(of, kind="stable")
-        order = order[np.argsort(np.arange(count) + rng.uniform(0, SWAP, count), kind="stable")]
-        times = np.empty(count)
-        times[order] = np.concatenate(([0.0], np.cumsum(self._drawn_gaps(count - 1, rng))))
-        starts: list[float] = (times + batch * self.period_s).tolist()
-        return starts
-
-    def _drawn_gaps(self, count: int, rng: np.random.Generator) -> Floats:
-        """Times between arrivals: all, in windows that keep the pace of the hour, or a part."""
-        gaps = self._gaps
-        if count < len(gaps):
-            step = len(gaps) / max(count, 1)
-            places = (np.arange(count) * step + rng.random(count) * step).astype(np.int64)
-            return rng.permutation(np.sort(gaps)[np.minimum(places, len(gaps) - 1)])
-        windows = np.arange(len(gaps)) // WINDOW
-        return gaps[np.lexsort((rng.random(len(gaps)), windows))]
+        places = np.isin(self._order, chosen)
+        order = self._order[places]
+        windows = np.arange(len(order)) // WINDOW
+        givers = ExchangeGroups(windows, self._lasts[order]).givers(rng)
+        times = np.concatenate(([0.0], np.cumsum(self._gaps[order[:-1]])))[givers]
+        of = dict(zip(order.tolist(), (times + batch * self.period_s).tolist(), strict=True))
+        return [of[number] for number in chosen]

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
+from kvmesh.runtime.quantities import counted
 from kvmesh.workload.analysis.sharing import link_outputs
 from kvmesh.workload.errors import Problem, Repairs, TraceError
 from kvmesh.workload.model import LIMIT, Round, Session, Workload
-from kvmesh.workload.ordering import topological_order
-from kvmesh.workload.reading.prefixes import SharedPrefixes, joined, shared_prefixes
+from kvmesh.workload.ordering import ancestors, topological_order
+from kvmesh.workload.reading.prefixes import SharedPrefixes, joined, separate, shared_prefixes
 from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, note_outputs
 from kvmesh.workload.reading.source import TraceFile
 from kvmesh.workload.reading.tree_builder import TreeBuilder
@@ -18,6 +19,9 @@ from kvmesh.workload.tree import Tree
 
 RENAME_HINT = "--repair reads an id behind other blocks as another block"
 UNIT_HINT = "--time-unit names the unit of the times"
+MOST_MS = LIMIT * 1e3
+# Requests per second, and requests beyond these, from which the unit of times is doubtful.
+FAST, SOME = 1000, 10
 DONE = TraceRow(line=0, input_length=1, output_length=0)
 
 
@@ -40,6 +44,8 @@ class Assembly:
         self._builders: dict[tuple[int, int], TreeBuilder] = {}
         self._prefixes: dict[tuple[int, int], SharedPrefixes] = {}
         self._sessions: dict[str, int] = {}
+        self._first: dict[str, TraceRow] = {}
+        self._parents: dict[str, str | None] = {}
         self._session_list: list[Session] = []
         self._last: dict[int, Round] = {}
         self._rounds: list[Round] = []
@@ -60,14 +66,16 @@ class Assembly:
         number of rows in the files, if some were dropped.
         """
         found = found or len(rows)
+        self._assume_outputs(rows)
+        self._normalise_times(rows)
+        self._drop_impossible(rows)
         if not rows:
             self._repairs.check(found)
             nothing = Problem(1, "no requests in this file", "", self._path(0))
             raise TraceError(self._path(0), self._repairs.problems or [nothing])
-        self._assume_outputs(rows)
-        self._normalise_times(rows)
         self._make_ids_unique(rows)
         self._order(rows, ordered)
+        self._find_parents(rows)
         grows = any(row.grows for row in rows)
         self._assemble(rows)
         self._repairs.check(found)
@@ -97,21 +105,40 @@ class Assembly:
         note_outputs(len(missing), self._repairs)
 
     def _normalise_times(self, rows: list[TraceRow]) -> None:
-        """Make the earliest time 0, and drop rows too long after it."""
+        """Make the earliest time 0; state it if requests come faster than any server takes them."""
         times = [row.time for row in rows if row.time is not None and isfinite(row.time)]
         self._origin = origin = min(times, default=0.0)
-        kept: list[TraceRow] = []
         for row in rows:
             if row.time is not None:
                 row.time -= origin
-                if not row.time <= LIMIT * 1e3:
-                    reason = (
-                        f"`float` <= {LIMIT * 1e3:g} ms after the first request expected, "
-                        f"got {row.time:g} - at `timestamp`"
-                    )
-                    self._note(row, reason, "dropped the line", UNIT_HINT)
-                    continue
-            kept.append(row)
+        span = max(times, default=0.0) - origin
+        if span and len(times) > FAST * span / 1e3 + SOME:
+            self._repairs.assume(
+                f"{len(times):,} requests in {span / 1e3:,.3g} s: --time-unit names the unit of "
+                "the times if it is another"
+            )
+
+    def _drop_impossible(self, rows: list[TraceRow]) -> None:
+        """Drop rows with lengths, times or waits out of range, which not all readers check."""
+        kept: list[TraceRow] = []
+        for row in rows:
+            if not (row.time or 0.0) <= MOST_MS:
+                reason = (
+                    f"`float` <= {MOST_MS:g} ms after the first request expected, "
+                    f"got {row.time:g} - at `timestamp`"
+                )
+                self._note(row, reason, "dropped the line", UNIT_HINT)
+            elif not 0.0 <= row.delay <= MOST_MS:
+                reason = f"a wait between 0 and {MOST_MS:g} ms expected, got {row.delay:g}"
+                self._note(row, reason, "dropped the line")
+            elif not (row.input_length <= LIMIT and 0 <= (row.output_length or 0) <= LIMIT):
+                reason = (
+                    f"lengths between 0 and {LIMIT:,} tokens expected, "
+                    f"got {row.input_length} and {row.output_length}"
+                )
+                self._note(row, reason, "dropped the line")
+            else:
+                kept.append(row)
         rows[:] = kept
 
     def _make_ids_unique(self, rows: list[TraceRow]) -> None:
@@ -129,13 +156,17 @@ class Assembly:
         """Sort rows by time; a row without a time stays behind its session's previous row."""
         latest, file = 0.0, 0
         disordered = False
+        loose = timed = 0
         times: list[float] = []
         sessions: dict[str, float] = {}
         for row in rows:
             time = row.time
             if row.file != file:
                 latest, file, disordered = 0.0, row.file, True
+            timed += time is not None
             if time is None:
+                follows = row.chained and (row.session or "") in sessions
+                loose += not (row.wait_for or follows)
                 time = sessions.get(row.session or "", latest)
             elif time < latest:
                 if ordered:
@@ -149,8 +180,47 @@ class Assembly:
             if row.session:
                 sessions[row.session] = time
             times.append(time)
+        self._note_loose(loose, timed, bool(sessions))
         if disordered:
             rows[:] = [rows[index] for index in sorted(range(len(rows)), key=times.__getitem__)]
+
+    def _note_loose(self, loose: int, timed: int, sessions: bool) -> None:
+        """State when the requests start that have neither a time nor a predecessor."""
+        if loose and timed:
+            self._repairs.assume(
+                f"{counted(loose, 'request')} without a time: at the time of the first"
+            )
+        elif loose > 1:
+            which = "sessions" if sessions else "requests"
+            self._repairs.assume(f"all {which} start at once: the file has no times")
+
+    def _find_parents(self, rows: list[TraceRow]) -> None:
+        """Collect the sessions that are children, whose parents may begin later; drop cycles."""
+        if not any(row.parent for row in rows):
+            return
+        first: dict[str, TraceRow] = {}
+        for row in rows:
+            if row.session is not None:
+                first.setdefault(row.session, row)
+        settled: set[str] = set()
+        for name in first:
+            path: dict[str, None] = {}
+            at: str | None = name
+            while at in first and at not in settled and at not in path:
+                path[at] = None
+                at = first[at].parent
+            if at in path:
+                row = first[at]
+                self._note(row, f"cycle of parent sessions through {at!r}", "dropped the parent")
+                row.parent = None
+            settled.update(path)
+        unknown = sum(bool(row.parent) and row.parent not in first for row in first.values())
+        if unknown:
+            self._repairs.assume(
+                f"{counted(unknown, 'session')} of unknown parents: they are read as roots"
+            )
+        self._first = first
+        self._parents = {name: row.parent for name, row in first.items()}
 
     def _assemble(self, rows: list[TraceRow]) -> None:
         """Add a round per row; rows are left behind empty, as both would be in memory."""
@@ -179,10 +249,15 @@ class Assembly:
             if row.ids and row.branch is None:
                 groups.setdefault((row.scope, row.block_size), []).append(row)
         for key, members in groups.items():
-            flat = joined([row.ids for row in members])
-            found = flat and shared_prefixes(self.tree, key[1], *flat)
+            together = joined(members)
+            if together is None:
+                continue
+            flat, lengths = together
+            found = shared_prefixes(self.tree, key[1], flat, lengths)
             if found:
                 self._prefixes[key] = found
+            else:
+                separate(members, flat)
 
     def _predecessors(self, rows: list[TraceRow]) -> list[set[int]]:
         """Indices of the rows that each row waits for: those it names, or the previous turn."""
@@ -259,12 +334,22 @@ class Assembly:
         if name is not None and name in self._sessions:
             index = self._sessions[name]
         else:
-            index = len(self._session_list)
-            parent = self._sessions.get(row.parent or "")
-            named = name or f"r{index}"
-            self._session_list.append(Session(name=named, kind=row.kind, parent=parent))
-            if name is not None:
-                self._sessions[name] = index
+            index = self._new_session(row)
         if row.ends:
             self._session_list[index] = structs.replace(self._session_list[index], ends=True)
+        return index
+
+    def _new_session(self, row: TraceRow) -> int:
+        """Add the session of its first row behind that of its parent, which may begin later."""
+        for name in ancestors(row.parent, self._parents, self._sessions):
+            self._append_session(self._first[name])
+        return self._append_session(row)
+
+    def _append_session(self, row: TraceRow) -> int:
+        index = len(self._session_list)
+        parent = self._sessions.get(row.parent or "")
+        name = row.session or f"r{index}"
+        self._session_list.append(Session(name=name, kind=row.kind, parent=parent))
+        if row.session is not None:
+            self._sessions[row.session] = index
         return index

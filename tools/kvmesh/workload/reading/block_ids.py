@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from kvmesh.runtime.quantities import counted
 from kvmesh.workload.errors import Repairs
 from kvmesh.workload.reading.rows import TraceRow
 from kvmesh.workload.reading.source import TraceFile
@@ -11,10 +12,11 @@ MOST = 1 << 20
 
 def match_block_ids(rows: list[TraceRow], files: Sequence[TraceFile], repairs: Repairs) -> None:
     """Make block ids and lengths agree: one id per started block, or per full block."""
-    tails = 0
+    tails = bare = 0
     hint: str | None = None
     for row in rows:
         found = len(row.ids)
+        bare += not found
         expected = -(-row.input_length // row.block_size)
         if found == expected or not found:
             continue
@@ -33,6 +35,8 @@ def match_block_ids(rows: list[TraceRow], files: Sequence[TraceFile], repairs: R
         else:
             repairs.note(row.line, reason, "shortened the prompt to its hash_ids", hint)
             row.input_length = found * row.block_size
+    if bare:
+        repairs.assume(f"{counted(bare, 'request')} without hash_ids: nothing shares them")
     if tails:
         repairs.assume(
             f"{tails:,} prompts name no id for their partial last block: nothing shares it"

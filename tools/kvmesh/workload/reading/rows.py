@@ -3,7 +3,7 @@
 import json
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from kvmesh.runtime.quantities import counted
-from kvmesh.workload.errors import Repairs
+from kvmesh.workload.errors import SHOWN, Repairs
 from kvmesh.workload.model import Priority, SomeTokens, Tokens
 
 # Assumed where a trace does not say how long an answer is.
@@ -56,7 +56,7 @@ class TraceRow(Struct, kw_only=True, gc=False):
     session: str | None = None
     parent: str | None = None
     kind: str = ""
-    wait_for: list[str] = []
+    wait_for: Sequence[str] = ()
     chained: bool = False
     delay: float = 0.0
     wait: str = ""
@@ -79,9 +79,27 @@ def note_outputs(missing: int, repairs: Repairs) -> None:
         )
 
 
+def prompt_tokens(stated: int | None, ids: Sequence[int], size: int, repairs: Repairs) -> int:
+    """The stated length of a prompt, else that of its blocks; raises msgspec.ValidationError."""
+    if stated:
+        return stated
+    if not ids:
+        raise msgspec.ValidationError("Object missing required field `input_length`")
+    repairs.assume("prompts without `input_length` are as long as their hash_ids")
+    return len(ids) * size
+
+
+def note_unread(fields: Iterable[str], known: Collection[str], repairs: Repairs) -> None:
+    """State which fields of a record are not read, since one may be spelled in another way."""
+    unread = [name for name in fields if name and name not in known]
+    if unread:
+        more = " …" if len(unread) > SHOWN else ""
+        repairs.assume(f"fields that are not read: {', '.join(unread[:SHOWN])}{more}")
+
+
 def packed(ids: list[int]) -> Sequence[int]:
-    """Block ids in 8 bytes each, where they fit 64 bits with or without a sign."""
-    for code in ("q", "Q"):
+    """Block ids in 4 or 8 bytes each, where they fit 64 bits with or without a sign."""
+    for code in ("i", "q", "Q"):
         try:
             return array(code, ids)
         except OverflowError:

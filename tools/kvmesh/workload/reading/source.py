@@ -16,13 +16,16 @@ import msgspec
 from kvmesh.workload.errors import Problem, TraceError, WorkloadError
 from kvmesh.workload.reading.text_records import is_text
 
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".traj")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".traj")
+# Of files that hold traces which are not read, so that a folder's are named.
+OTHERS = (".parquet", ".arrow", ".feather", ".avro", ".orc", ".zst", ".xz", ".bz2", ".zip", ".tar")
 PEEKED_LINES = 50
 MOST_PACKINGS = 3  # gzip within gzip
 DELIMITERS = ",;\t|"
 USUAL_CELL, LONG_CELL = csv.field_size_limit(), (1 << 31) - 1  # characters
 _GZIP = b"\x1f\x8b"
 _MARK = b"\xef\xbb\xbf"
+DAMAGED = "fetch it again, or unpack what is left (`zcat FILE > part.jsonl`)"
 _DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
 
 Record = tuple[int, bytes]
@@ -54,7 +57,7 @@ class TraceFile:
                 for number, line in enumerate(stream, 1):
                     yield number, line.removeprefix(_MARK) if number == 1 else line
         except _DAMAGED as error:
-            raise self.error(number + 1, f"damaged gzip file: {error}") from error
+            raise self.error(number + 1, f"damaged gzip file: {error}", DAMAGED) from error
 
     def read(self) -> bytes:
         """The whole content; raises TraceError or OSError."""
@@ -62,7 +65,7 @@ class TraceFile:
             with self._open() as stream:
                 return stream.read().removeprefix(_MARK)
         except _DAMAGED as error:
-            raise self.error(1, f"damaged gzip file: {error}") from error
+            raise self.error(1, f"damaged gzip file: {error}", DAMAGED) from error
 
     @cached_property
     def head(self) -> list[bytes]:
@@ -153,7 +156,10 @@ class Table:
             yield line.decode("utf-8", "replace")
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any] | str]]:
-        """(line, fields by column, or the reason why there are none)."""
+        """(line, fields by column, or the reason why there are none); raises TraceError."""
+        twice = [name for name in set(self.columns) if name and self.columns.count(name) > 1]
+        if twice:
+            raise self._file.error(1, f"several columns with the name {min(twice)}")
         while True:
             csv.field_size_limit(self._limit)
             try:
@@ -180,24 +186,31 @@ def _is_object(text: bytes) -> bool:
 
 
 def trace_files(sources: Iterable[str]) -> list[TraceFile]:
-    """The files that the sources name; of a folder, those below it with a trace's suffix.
+    """The files that the sources name; of a folder, those below it with a suffix of traces.
 
     Raises SourceError.
     """
-    found: list[Path] = []
+    found: dict[Path, Path] = {}
     for source in sources:
         path = Path(source)
-        if not path.is_dir():
-            found.append(path)
-            continue
-        inside = sorted(file for file in path.rglob("*") if _is_trace(file, path))
+        inside = [path]
+        if path.is_dir():
+            inside = sorted(file for file in path.rglob("*") if _is_trace(file, path))
+        elif not path.is_file():
+            raise SourceError(f"{source}: a pipe or device, which is read once: name a file")
         if not inside:
             known = ", ".join(SUFFIXES)
             raise SourceError(f"{source}: no trace in this folder ({known}, or those with .gz)")
-        found.extend(inside)
-    return [TraceFile(path) for path in found]
+        for file in inside:
+            if found.setdefault(file.resolve(), file) is not file:
+                raise SourceError(f"{file}: this file is named twice")
+    return [TraceFile(path) for path in found.values()]
 
 
 def _is_trace(file: Path, folder: Path) -> bool:
     hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    return not hidden and file.is_file() and file.name.removesuffix(".gz").endswith(SUFFIXES)
+    return (
+        not hidden
+        and file.is_file()
+        and file.name.removesuffix(".gz").endswith((*SUFFIXES, *OTHERS))
+    )

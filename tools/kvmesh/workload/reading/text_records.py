@@ -14,7 +14,10 @@ from kvmesh.workload.reading.rows import name_of
 ANSWERS = ("assistant", "gpt", "ai", "model", "bot", "chatgpt", "bing", "bard")
 TOOLS = ("tool", "function", "observation", "ipython", "environment")
 CONVERSATIONS = ("conversations", "conversation", "history", "messages", "trajectory")
-PROMPTS = ("text_input", "text", "prompt", "question", "instruction", "input", "query", "content")
+PROMPTS = (
+    *("text_input", "text", "prompt", "prompt_token_ids", "question", "instruction", "input"),
+    *("query", "content"),
+)
 TEXTS = (
     ("reasoning_content", "reasoning", "thinking", "summary"),
     ("content", "value", "text", "output"),
@@ -119,9 +122,14 @@ def _prompt(fields: Mapping[str, Any], conversation: list[Any] | None) -> bytes:
     for key in PROMPTS:
         value = fields.get(key)
         if isinstance(value, str):
-            return head + value.encode()
+            # Alpaca's instructions have their text beside them.
+            about = fields.get("input") if key == "instruction" else ""
+            return head + value.encode() + _text(about)
         if isinstance(value, list) and all(type(each) is int for each in value):
-            return head + array("I", value).tobytes()  # token ids, of TOKEN_BYTES each
+            try:
+                return head + array("I", value).tobytes()  # token ids, of TOKEN_BYTES each
+            except OverflowError as error:
+                raise msgspec.ValidationError(f"a token id is out of range - at `{key}`") from error
         if isinstance(value, list) and value:
             return head + b"".join(_rendered(each) for each in value)
     raise msgspec.ValidationError("no text, messages or answer in this record")
@@ -162,7 +170,7 @@ def _turns(fields: Mapping[str, Any], name: str) -> Iterator[TextRequest]:
     """AIPerf's multi-turn conversations: each turn adds its text."""
     session = _session(fields) or name
     for index, turn in enumerate(fields["turns"]):
-        each = {"text": turn} if isinstance(turn, str) else turn
+        each = {"text": turn} if isinstance(turn, str) else _object(turn, "turns")
         one = _single({key: value for key, value in each.items() if value is not None}, None)
         one.session = session
         one.grows = index > 0
@@ -178,7 +186,7 @@ def _steps(conversation: list[Any]) -> list[Any]:
     if not any(isinstance(step, dict) and "observation" in step for step in conversation):
         return conversation
     messages: list[Any] = []
-    for step in conversation:
+    for step in (_object(each, "steps") for each in conversation):
         said = step.get("response") or f"{step.get('thought', '')}\n{step.get('action', '')}"
         messages += [
             {"role": "assistant", "content": said},
@@ -220,9 +228,14 @@ def _rendered(message: Any) -> bytes:
     """The text of a message behind the name of its author."""
     if isinstance(message, str):
         return message.encode() + b"\n"
-    if not isinstance(message, dict):
-        raise TypeError(f"Expected `object` or `str`, got `{type(message).__name__}` - in messages")
-    return b"%b\n%b\n" % (_role(message).encode(), _text(message))
+    return b"%b\n%b\n" % (_role(message).encode(), _text(_object(message, "messages")))
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        raise TypeError(f"Expected `object` or `str`, got `{kind}` - in {where}")
+    return value
 
 
 def _text(part: Any) -> bytes:

@@ -15,6 +15,8 @@ def apply_turns(rows: list[TraceRow], turns: Turns | None, repairs: Repairs) -> 
     if turns == "whole":
         return
     pairs = list(_pairs(rows))
+    if not pairs and turns == "delta":
+        repairs.assume("--turns delta changes nothing: no session has several rows")
     if turns is None:
         if not _increments(pairs):
             return

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvmesh.runtime.quantities import counted
 from kvmesh.workload.formats.agentic_mooncake import (
     SCHEMA,
     VERSION,
@@ -20,20 +21,29 @@ MODEL = "recorded"
 FORMAT = "kvmesh.workload.v1"
 
 
-def write(workload: Workload, file: Path, size: int) -> None:
-    """Write one row per round, with ids of `size` tokens that mean the same in all plays."""
+def write(workload: Workload, file: Path, size: int) -> list[str]:
+    """Write one row per round, with ids of `size` tokens that mean the same in all plays.
+
+    Returns what the format cannot hold: parents of children that none of their requests starts.
+    """
     ids = BlockIds(workload, size)
     plays = _plays(workload)
     spawners = _spawners(workload)
     row_encoder, digest = msgspec.json.Encoder(), hashlib.sha256()
+    lost = {number for number, each in enumerate(workload.sessions) if each.parent is not None}
     with file.open("wb") as out:
         out.write(_header(size, digest.hexdigest()))
         for index in range(len(workload)):
-            row = row_encoder.encode(_row(workload, index, plays, spawners, ids)) + b"\n"
+            fields = _row(workload, index, plays, spawners, ids)
+            if any(each.relation == "spawn" for each in fields.dependencies):
+                lost.discard(workload.rounds[index].session)
+            row = row_encoder.encode(fields) + b"\n"
             digest.update(row)
             out.write(row)
         out.seek(0)
         out.write(_header(size, digest.hexdigest()))
+    early = counted(len(lost), "child session")
+    return [f"parents of {early} that no request of the parent starts"] if lost else []
 
 
 def _header(size: int, digest: str) -> bytes:

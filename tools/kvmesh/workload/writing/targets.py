@@ -33,8 +33,7 @@ def write_for(
             other and f"--isl-block-size {other}",
         )
     elif target == "dynamo" and is_agentic(workload):
-        agentic.write(workload, file, size)
-        losses, held = [], ("priorities", "classes", "parents")
+        losses, held = agentic.write(workload, file, size), ("priorities", "classes", "parents")
         usage = "trace format agentic_mooncake"
     elif target == "dynamo":
         losses = write_timed(workload, file, size, per_second=1e3)
