@@ -19,7 +19,7 @@ from harnesses.test_codex import agent_messages
 from harnesses.test_codex import codex as run_codex
 from harnesses.test_opencode import PATHS, QUIET, configure, texts
 from harnesses.tours import MANY
-from support.harness import KEY, ClientResult
+from support.harness import KEY, ClientResult, Workspace
 from support.shares import turns
 from support.up import Up
 from support.wait import eventually
@@ -193,6 +193,57 @@ async def test_continue(start_tour: StartTour) -> None:
     await tour.assert_as_replayed()
 
 
+COPILOT_WIRES = {
+    "chat": {"COPILOT_PROVIDER_WIRE_API": "completions"},
+    "responses": {"COPILOT_PROVIDER_WIRE_API": "responses"},
+    "messages": {"COPILOT_PROVIDER_TYPE": "anthropic"},
+}
+SOCKETS = {**COPILOT_WIRES["responses"], "COPILOT_PROVIDER_TRANSPORT": "websockets"}
+
+
+@pytest.mark.parametrize("wire", COPILOT_WIRES)
+async def test_copilot(start_tour: StartTour, wire: str) -> None:
+    tour = await start_tour(f"copilot-{wire}", "copilot")
+    base = tour.url if wire == "messages" else f"{tour.url}/v1"
+    told = await copilot(base, tour.workspace, COPILOT_WIRES[wire], "Tour of copilot")
+    assert told[-1].startswith(TOURED)
+    told = await copilot(base, tour.workspace, COPILOT_WIRES[wire], "And then?", "--continue")
+    assert told[-1].startswith(LISTED)
+    assert {seen.status for seen in tour.recorder.requests} == {200}
+    found = await tour.assert_as_replayed()
+    outcomes = [await tour.tap.outcome_of(turn.request.id) for turn in found]
+    assert {outcome.agent.partition("/")[0] for outcome in outcomes} == {"copilot"}
+
+
+async def test_copilot_over_a_websocket(start_tour: StartTour, tour_mesh: Up) -> None:
+    tour = await start_tour("copilot-sockets", "copilot")
+    before = len(tour_mesh.lines)
+    told = await copilot(f"{tour_mesh.url}/v1", tour.workspace, SOCKETS, "Tour of copilot")
+    assert told[-1].startswith(TOURED)
+    await eventually(lambda: " 101 " in "\n".join(tour_mesh.lines[before:]))
+    posted = [line for line in tour_mesh.lines[before:] if "/v1/responses" in line]
+    assert not [line for line in posted if " POST " in line]
+    assert all(" 200 " in line or " 101 " in line for line in posted), posted
+
+
+async def copilot(
+    base: str, workspace: Workspace, wire: dict[str, str], prompt: str, *flags: str
+) -> list[str]:
+    """The client's texts; it runs without a login, and reaches nothing but the mesh."""
+    env = {
+        "COPILOT_PROVIDER_BASE_URL": base,
+        "COPILOT_PROVIDER_API_KEY": KEY,
+        "COPILOT_MODEL": "kvmesh-demo",
+        "COPILOT_OFFLINE": "true",
+        **wire,
+    }
+    command = ["-p", prompt, "--allow-all-tools", "--output-format", "json", *flags]
+    done = await workspace.run("copilot", *command, env=env, timeout=LIMIT_S)
+    assert done.status == 0, done
+    said = (event["data"] for event in done.events if event["type"] == "assistant.message")
+    return [text for data in said if (text := data["content"])]
+
+
 async def ask_claude(tour: Touring, prompt: str, again: bool) -> str:
     result = await claude(tour, prompt, *(["--continue"] if again else []))
     return str(result["result"])
@@ -212,7 +263,13 @@ async def ask_pi(tour: Touring, prompt: str, again: bool) -> str:
     return await pi(tour, "openai-completions", *(["--continue"] if again else []), prompt)
 
 
-@pytest.mark.parametrize("ask", [ask_claude, ask_codex, ask_opencode, ask_pi])
+async def ask_copilot(tour: Touring, prompt: str, again: bool) -> str:
+    flags = ["--continue"] if again else []
+    told = await copilot(f"{tour.url}/v1", tour.workspace, COPILOT_WIRES["chat"], prompt, *flags)
+    return told[-1]
+
+
+@pytest.mark.parametrize("ask", [ask_claude, ask_codex, ask_copilot, ask_opencode, ask_pi])
 async def test_a_worker_is_killed(start_tour: StartTour, tour_mesh: Up, ask: Ask) -> None:
     """The other worker continues the answer, and then holds all of it."""
     tour = await start_tour(f"killed-{ask.__name__}", "long")

@@ -222,6 +222,38 @@ def qwen(cwd: Path) -> list[Entry]:
     )
 
 
+def copilot(cwd: Path) -> list[Entry]:
+    file = f"{cwd}/notes.txt"
+    edits = [{"new_str": changed(at), "old_str": line(at), "path": file} for at in EDITED]
+    count = {"description": "Count", "command": "wc -l notes.txt"}
+    tasks = [
+        {"prompt": f"Report back, copilot {n}", "agent_type": "task", "description": f"Say {n}"}
+        for n in ("one", "two")
+    ]
+    helpers = [{**each, "name": f"helper-{n}", "mode": "sync"} for n, each in enumerate(tasks)]
+    return [
+        *tour(
+            "copilot",
+            "Tour of copilot",
+            [
+                step("I write (LABEL).", written("create", {"file_text": MANY, "path": file})),
+                *(step("I edit (LABEL).", written("edit", edit)) for edit in edits),
+                step("I count (LABEL).", written("bash", count, compact)),
+                step("I read (LABEL).", written("view", {"view_range": [1, 2.0], "path": file})),
+                step("Others help (LABEL).", *(written("task", each) for each in helpers)),
+                step("That was the tour (LABEL)."),
+                step("I list (LABEL).", written("bash", {**count, "command": "ls"})),
+                step("There is a file (LABEL)."),
+            ],
+        ),
+        {"match": "COPILOT HELPED", "text": step("The other has reported.")},
+        {
+            "match": "Report back, copilot (one|two)",
+            "text": step("COPILOT HELPED", written("bash", {**count, "command": "echo 3"})),
+        },
+    ]
+
+
 def resumed(cwd: Path) -> list[Entry]:
     """Continue, whose tools are Write, Edit, Bash and Read."""
     file = f"{cwd}/notes.txt"
@@ -269,6 +301,7 @@ TOURS = {
     "opencode": opencode,
     "pi": pi,
     "qwen": qwen,
+    "copilot": copilot,
     "continue": resumed,
     "framework": framework,
     "long": long,

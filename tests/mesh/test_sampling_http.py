@@ -174,6 +174,7 @@ async def test_a_field_of_one_api_reaches_the_worker(
     assert sampling == Sampling(max_tokens=9, **expected)
 
 
+BEYOND = 1 << 30  # no vocabulary has as many tokens
 INVALID: list[tuple[Api, Json, str]] = [
     *[
         (api, {field: value}, field)
@@ -188,6 +189,8 @@ INVALID: list[tuple[Api, Json, str]] = [
             ("logit_bias", {"x": 1}),
             ("logit_bias", {"1": 101}),
             ("stop_token_ids", [-1]),
+            ("stop_token_ids", [5, BEYOND]),
+            ("logit_bias", {str(BEYOND): 1}),
             ("n", 0),
         )
     ],
@@ -195,6 +198,7 @@ INVALID: list[tuple[Api, Json, str]] = [
     (CHAT, {"logprobs": False, "top_logprobs": 4}, "top_logprobs"),
     (CHAT, {"top_logprobs": 1}, "top_logprobs"),
     (COMPLETIONS, {"logprobs": 21}, "logprobs"),
+    (COMPLETIONS, {"prompt": [1, BEYOND]}, "prompt"),
     (MESSAGES, {"top_p": -1}, "top_p"),
     (MESSAGES, {"top_k": -2}, "top_k"),
     (MESSAGES, {"stop_sequences": ["x"] * 65}, "stop_sequences"),

@@ -144,6 +144,25 @@ async def test_an_index_that_lacks_what_the_engine_serves(
     assert (await ask(mesh, 9))["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+@pytest.mark.parametrize("status", [401, 404])
+async def test_a_server_that_refuses_its_worker_is_no_fault_of_the_client(
+    mesh: Mesh, serve: Serve, status: int
+) -> None:
+    server = await serve("server")
+    sidecar(mesh, "sidecar", server)
+    await mesh.ready()
+    server.status = status
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    async with client_session() as session:
+        client = Client(mesh.url, session)
+        refused, answer = await client.post("/v1/chat/completions", body)
+        assert refused == 500, answer
+        assert f"{server.url}/v1/completions replied {status}" in answer["error"]["message"]
+        server.status = 200
+        accepted, answer = await client.post("/v1/chat/completions", body)
+        assert accepted == 200, answer
+
+
 @pytest.mark.parametrize("style", ["vllm", "sglang"])
 async def test_undecodable_messages_are_counted_and_cause_no_dump(
     mesh: Mesh, serve: Serve, style: str

@@ -39,7 +39,7 @@ from kvmesh.frontend.dialects.output import choose_grammar
 from kvmesh.frontend.dialects.own_grammar import own_grammar
 from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
 from kvmesh.frontend.dialects.templates.control_tokens import LONGEST, ControlTokens
-from kvmesh.frontend.dialects.templates.model_files import architectures
+from kvmesh.frontend.dialects.templates.model_files import architectures, vocabulary
 from kvmesh.frontend.errors import ModelNotFound, Unavailable, WrongTask
 from kvmesh.frontend.metrics import FrontendModelMetrics, live_workers
 from kvmesh.frontend.tokenizer.detokenizer import DetokenizerFactory, TokenTexts
@@ -64,6 +64,8 @@ class Dialect:
         self.tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
+        known = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
+        self.vocabulary = max(known, vocabulary(files))
         self.encoder = TextEncoder(self.tokenizer)
         self.template = ChatTemplate(files, self._control)
         self.end_ids = end_token_ids(files, self.tokenizer)

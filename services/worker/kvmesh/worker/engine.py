@@ -36,11 +36,15 @@ class EngineConfigError(EngineError):
 
 
 class Rejected(Exception):
-    """The engine refuses this work; `reason` is for the caller."""
+    """The engine refuses this work; `reason` is for the caller.
 
-    def __init__(self, reason: str) -> None:
+    `invalid`: the work is wrong; else the engine's settings are, and no retry here succeeds.
+    """
+
+    def __init__(self, reason: str, invalid: bool = True) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.invalid = invalid
 
 
 class Unsupported(Exception):

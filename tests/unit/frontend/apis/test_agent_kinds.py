@@ -24,6 +24,7 @@ from kvmesh.frontend.apis.agent_kinds import KINDS, OTHER, agent_kind
         (headers(user_agent="Agents/Python 0.24"), "openai-agents"),
         (headers(user_agent="GeminiCLI/0.30 (linux)"), "gemini-cli"),
         (headers(user_agent="Python/3.11 aiohttp/3.13"), "http-client"),
+        (headers(user_agent="OpenAI/JS 5.20.1", x_initiator="agent"), "copilot"),
         (headers(user_agent="our-tool/claude-cli"), OTHER),
         (headers(user_agent="pydantic-ai/2.68.0"), "pydantic-ai"),
         (headers(user_agent="ls/JS 5.23.2"), "continue"),

@@ -142,7 +142,7 @@ PLACES = {
 @pytest.mark.parametrize(("api", "place"), [(a, p) for a, ps in PLACES.items() for p in ps])
 def test_numbers_out_of_range_are_faults_of_the_body(api: str, place: str, number: str) -> None:
     fields = place.replace("NUMBER", number).replace("USER", USER)
-    body = f'{{"model": "m", "max_tokens": 9, {fields}}}'
+    body = f'{{"model": "m", {fields}}}'
     with pytest.raises(InvalidRequest) as caught:
         request_of(api, body.encode())
     assert str(caught.value.param).split("[")[0].split(".")[0] in ("messages", "tools", "input")
@@ -173,6 +173,27 @@ MISSING_FIELDS: list[tuple[str, dict[str, Any], str]] = [
         "chat",
         {"messages": [ASK], "tools": [{"type": "function", "function": {"name": ""}}]},
         "tools[0].function.name",
+    ),
+    *(
+        ("chat", {"messages": [{"role": role, **content}]}, "messages[0].content")
+        for role in ("system", "developer", "user")
+        for content in ({}, {"content": None})
+    ),
+    ("chat", {"messages": [{"role": "function", "content": "1"}]}, "messages[0].name"),
+    ("messages", {"messages": [{"role": "user"}]}, "messages[0].content"),
+    *(
+        (api, {field: [{"role": "user", "content": [{"type": kind, "content": "x"}]}]}, place)
+        for api, field, kind, place in (
+            ("chat", "messages", "text", "messages[0].content[0].text"),
+            ("messages", "messages", "text", "messages.0.content.0.text"),
+            ("responses", "input", "input_text", "input[0].content[0].text"),
+        )
+    ),
+    ("responses", {"input": [{"role": "user"}]}, "input[0].content"),
+    (
+        "responses",
+        {"input": [{"type": "function_call_output", "call_id": "c", "content": "x"}]},
+        "input[0].output",
     ),
     ("messages", {"messages": [ASK], "tools": [{"name": "f"}]}, "tools[0].input_schema"),
     ("messages", {"messages": [ASK], "tools": [{"name": "", "input_schema": {}}]}, "tools[0].name"),
@@ -221,8 +242,8 @@ BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "prompt":
 
 @pytest.mark.parametrize("path", EVERY)
 def test_every_api_takes_whole_floats_and_names_faults(path: str) -> None:
-    limits = {"max_tokens": 30.0, "max_output_tokens": 30.0, "top_k": 3.0, "n": 1.0}
-    body = {**BODY, "input": "Hi", **limits}
+    limit = "max_output_tokens" if path.startswith("/v1/responses") else "max_tokens"
+    body = {**BODY, "input": "Hi", limit: 30.0, "top_k": 3.0, "n": 1.0}
     if path == "/v1/tokenize":
         del body["messages"]
     if path.startswith("/v1/responses"):

@@ -52,6 +52,28 @@ def test_a_wrong_definition_is_named_with_its_place(api: Api) -> None:
         assert field in raised.value.message
 
 
+@pytest.mark.parametrize("kind", ["string", "array", ["string", "null"], None])
+def test_arguments_are_objects(api: Api, kind: Any) -> None:
+    wrong = defined(api, "read")
+    inner = wrong.get("function", wrong)
+    schema = "input_schema" if "input_schema" in inner else "parameters"
+    inner[schema] = {"type": kind}
+    with pytest.raises(InvalidRequest, match="`read` must have the type `object`") as raised:
+        api.parse(body(api, tools=[defined(api, "write"), wrong]), {}, STAMP)
+    assert raised.value.param == "tools[1]"
+    fine: list[Any] = [{}, {"type": "object"}, {"type": ["object", "null"]}, {"anyOf": [{}]}]
+    for right in fine:
+        inner[schema] = right
+        assert api.parse(body(api, tools=[wrong]), {}, STAMP).request.tools[0].parameters == right
+
+
+def test_messages_refuse_two_tools_of_one_name() -> None:
+    api = next(api for api in APIS if api.name == "messages")
+    tools = [defined(api, "read"), {**defined(api, "read"), "description": "another"}]
+    with pytest.raises(InvalidRequest, match="must be unique"):
+        api.parse(body(api, tools=tools), {}, STAMP)
+
+
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool_definitions, "MEMO_BYTES", 1000)
     made: list[ChatToolBody] = []

@@ -48,7 +48,7 @@ SAMPLED: list[tuple[dict[str, Any], str]] = [
     ({"repetition_penalty": -1}, "repetition_penalty"),
     ({"logit_bias": {"1": 101}}, "logit_bias"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
     ({"n": 0}, "n"),
     ({"n": 129}, "n"),
     ({"response_format": {"type": BOGUS}}, "response_format.type"),

@@ -191,6 +191,12 @@ FOREIGN: list[tuple[str, str, Any]] = [
     ("completions", "add_special_tokens", False),
     ("responses", "stop", "x"),
     ("responses", "response_format", {"type": "json_object"}),
+    ("chat", "max_output_tokens", 5),
+    ("completions", "max_output_tokens", 5),
+    *((api, "functions", [{"name": "f"}]) for api in ("messages", "responses")),
+    *((api, "reasoning_effort", "low") for api in ("messages", "responses")),
+    *(("messages", name, 5) for name in ("max_completion_tokens", "max_output_tokens")),
+    *(("responses", name, 5) for name in ("max_completion_tokens", "max_tokens")),
 ]
 FOREIGN += [
     (api, name, value)

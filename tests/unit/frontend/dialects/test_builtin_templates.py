@@ -22,6 +22,7 @@ from kvmesh.bus.messages import ModelCard
 from kvmesh.demo import model_dir
 from kvmesh.frontend.conversation import GenerateRequest, Thinking
 from kvmesh.frontend.dialects import ChatTemplate, TemplateError
+from kvmesh.frontend.dialects.templates.model_files import vocabulary
 from kvmesh.frontend.models import Dialect
 
 ARCHITECTURES = {
@@ -152,3 +153,19 @@ def test_the_folder_chooses_the_parsers_whatever_the_served_name(served: str) ->
     card = ModelCard(name=served, context=1 << 17, block_size=16, files="f")
     grammar = Dialect(card, files).grammar
     assert (grammar.tool_parser, grammar.reasoning_parser) == ("minimax_m2", "minimax_m2")
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"vocab_size": 9}, 9),
+        ({"text_config": {"vocab_size": 9}}, 9),
+        ({"vocab_size": 7, "text_config": {"vocab_size": 9}}, 9),
+        ({"vocab_size": None, "text_config": "x"}, 0),
+    ],
+)
+def test_the_vocabulary_has_the_unused_ids_of_the_configuration(
+    config: dict[str, Any], size: int
+) -> None:
+    assert vocabulary({"config.json": json.dumps(config).encode()}) == size
+    assert vocabulary({}) == 0

@@ -88,6 +88,7 @@ _HEADERS = {
     "x-claude-code-session-id": "claude-code",
     "x-codex-parent-thread-id": "codex",
     "x-openai-subagent": "codex",
+    "x-initiator": "copilot",
 }
 _VLLM_BENCH = "vllm-bench"
 _VLLM_BENCH_ID = re.compile(r"bench-[0-9a-f]{8}-")  # its default prefix of X-Request-Id
@@ -110,7 +111,7 @@ HARNESSES = frozenset(
     (
         *("claude-code", "codex", "opencode", "gemini-cli", "qwen-code", "kimi-cli", "openhands"),
         *("roo-code", "kilo-code", "cline", "continue", "cursor", "goose", "aider", "crush", "zed"),
-        *("mini-swe-agent", "mistral-vibe", "pi"),
+        *("copilot", "mini-swe-agent", "mistral-vibe", "pi"),
     )
 )
 

@@ -32,7 +32,12 @@ from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest, TextDelta
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16
-UNSUPPORTED = UnsupportedFields(suffix=None, prompt_embeds=None, max_completion_tokens="max_tokens")
+UNSUPPORTED = UnsupportedFields(
+    suffix=None,
+    prompt_embeds=None,
+    max_completion_tokens="max_tokens",
+    max_output_tokens="max_tokens",
+)
 MAX_LOGPROBS = 20
 
 
@@ -46,6 +51,7 @@ class CompletionBody(SamplingBody, kw_only=True):
     suffix: str | None = None
     prompt_embeds: Any = None
     max_completion_tokens: Any = None
+    max_output_tokens: Any = None
     add_special_tokens: bool | None = None
     echo: bool | None = None
     logprobs: int | None = None

@@ -54,13 +54,25 @@ class ToolDefinitions(Generic[B]):
 
     def _converted(self, text: bytes, where: str) -> list[Tool]:
         try:
-            return self._tools_of(decode(self._decoder, text, where), where)
+            return [
+                _checked(t, where)
+                for t in self._tools_of(decode(self._decoder, text, where), where)
+            ]
         except InvalidRequest:
             value = decode_part(text, where)
             kind = value.get("type") if isinstance(value, dict) else None
             if isinstance(kind, str) and kind not in self._types:
                 return []
             raise
+
+
+def _checked(tool: Tool, where: str) -> Tool:
+    """The tool; raises InvalidRequest if its arguments would be no object."""
+    kind = tool.parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        reason = f"`{where}`: the schema of `{tool.name}` must have the type `object`."
+        raise InvalidRequest(reason, where, "invalid_function_parameters")
+    return tool
 
 
 def _size(text: bytes, _: list[Tool]) -> int:

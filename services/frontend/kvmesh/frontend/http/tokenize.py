@@ -14,6 +14,7 @@ from kvmesh.frontend.http.responses.history import StoredHistory
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.preprocess.conversation_key import sticky_key
+from kvmesh.frontend.preprocess.limits import check_tokens
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 
 THREAD_SIZE = 8192  # bytes of packed prompts, or tokens, from which work is done in a thread
@@ -83,6 +84,7 @@ class TokenizeEndpoints:
         caller.model = parsed.model
         if len(parsed.tokens) > model.card.context:
             raise ContextExceeded(len(parsed.tokens), None, model.card.context)
+        check_tokens(parsed.tokens, model.dialect.vocabulary, "tokens")
 
         def text() -> bytes:
             # unlike `decode`, a batch releases the GIL

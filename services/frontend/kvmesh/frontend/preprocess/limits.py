@@ -1,5 +1,7 @@
 """Limits of the prompts and the output of a request."""
 
+from collections.abc import Collection
+
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ContextExceeded, InvalidRequest
 
@@ -14,6 +16,14 @@ MIN_COUNTED = 1 << 18
 def counted_tokens(context: int) -> int:
     """The tokens up to which a prompt beyond the context is counted, so that clients can cut it."""
     return max(COUNTED_CONTEXTS * context, MIN_COUNTED)
+
+
+def check_tokens(ids: Collection[int], vocabulary: int, field: str) -> None:
+    """Raises InvalidRequest for ids beyond the vocabulary, in a `field` of the body."""
+    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        beyond = max(ids) if min(ids) >= 0 else min(ids)
+        reason = f"`{field}`: token {beyond} is not in the model's vocabulary."
+        raise InvalidRequest(reason, field)
 
 
 def check_context(tokens: int, context: int) -> None:

@@ -57,6 +57,7 @@ from kvmesh.frontend.preprocess.images.placeholders import (
 from kvmesh.frontend.preprocess.limits import (
     check_context,
     check_prompt_memory,
+    check_tokens,
     counted_tokens,
     output_limit,
 )
@@ -243,6 +244,9 @@ class Preprocessor:
         adapter: str | None,
         found: FoundAnswers,
     ) -> Steps[PreparedRequest]:
+        vocabulary = model.dialect.vocabulary
+        check_tokens(request.sampling.stop_token_ids, vocabulary, "stop_token_ids")
+        check_tokens(request.sampling.logit_bias, vocabulary, "logit_bias")
         continued = continued_text(request)
         if continued is not None and request.guided is not None:
             reason = "The last message cannot be continued and follow a schema as well."

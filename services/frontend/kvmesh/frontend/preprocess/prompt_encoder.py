@@ -4,11 +4,12 @@ from array import array
 from collections.abc import Iterator
 
 from kvmesh.frontend.conversation import GenerateRequest, RenderedPrompt
-from kvmesh.frontend.errors import ContextExceeded, InvalidRequest
+from kvmesh.frontend.errors import ContextExceeded
 from kvmesh.frontend.fair_threads import Steps
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import is_inferred
 from kvmesh.frontend.preprocess.conversation_key import conversation_key
+from kvmesh.frontend.preprocess.limits import check_tokens
 from kvmesh.frontend.tokenizer.encoder import SegmentMemo
 from kvmesh.frontend.tokenizer.prefix_cache import (
     EncodedPrompt,
@@ -17,7 +18,7 @@ from kvmesh.frontend.tokenizer.prefix_cache import (
     text_pieces,
 )
 from kvmesh.frontend.tokenizer.text_slices import check_runs
-from kvmesh.hashing import FIRST_IMAGE_TOKEN, TOKEN_BYTES
+from kvmesh.hashing import TOKEN_BYTES
 
 LONG_TEXT = 8192
 STEP_BYTES = 64 << 10  # of packed tokens, after which others have their turn
@@ -47,7 +48,8 @@ class PromptEncoder:
         `field` is its name in the body, for errors.
         """
         if not isinstance(prompt, str):
-            return _pack(prompt, field)
+            check_tokens(prompt, model.dialect.vocabulary, field)
+            return array("I", prompt).tobytes()
         check_fits(prompt, model, limit)
         if len(prompt) >= LONG_TEXT:
             yield
@@ -139,9 +141,3 @@ def _shared_key(request: GenerateRequest) -> tuple[str, int]:
     session = request.hints.session or ""
     key = request.hints.conversation or conversation_key(request)
     return "" if is_inferred(session) else session, key
-
-
-def _pack(ids: list[int], field: str) -> bytes:
-    if not 0 <= min(ids) <= max(ids) < FIRST_IMAGE_TOKEN:
-        raise InvalidRequest("A token id is negative or too large.", field)
-    return array("I", ids).tobytes()

@@ -204,7 +204,7 @@ class RequestStreams:
         except EngineUnavailable as error:
             self._finish(request, "abort", str(error))
         except Rejected as error:
-            self._finish(request, "error", error.reason, invalid=True)
+            self._finish(request, "error", error.reason, error.invalid)
         except EngineError as error:
             self.fail(error)
         except (

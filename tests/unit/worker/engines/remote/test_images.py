@@ -89,6 +89,16 @@ async def test_a_server_that_has_become_another_measures_nothing(images_of: Ask)
         await images.measure(CELL, CELL)
 
 
+@pytest.mark.parametrize("status", [401, 403, 404, 429, 500])
+async def test_a_server_that_refuses_the_worker_says_nothing_of_the_image(
+    images_of: Ask, status: int
+) -> None:
+    reply = web.json_response({"error": {"message": "not you"}}, status=status)
+    images = await images_of(lambda _: reply)
+    with pytest.raises(EngineError, match=rf"^(cannot use )?http.* replied {status}: .*not you"):
+        await images.measure(CELL, CELL)
+
+
 async def test_an_image_that_the_server_refuses_is_invalid(images_of: Ask) -> None:
     images = await images_of(lambda _: web.json_response({"message": "too small"}, status=400))
     with pytest.raises(EngineError, match=r"^invalid: too small"):

@@ -45,6 +45,7 @@ OF_ANSWERS = (
     *("tool_calls", "function_call", "reasoning_content", "reasoning", "refusal"),
     *("annotations", "prefix", "partial"),
 )
+SPEAKERS = ("system", "developer", "user")  # whose messages have a content
 NOT_OF_ANSWERS = ("tool_call_id",)
 SWITCHES = {"enable_thinking", "thinking"}  # of thinking, in chat templates
 OWN_TOOLS = ("function", "custom")
@@ -175,6 +176,7 @@ class ChatBody(SamplingBody, kw_only=True):
     chat_template: Any = None
     documents: Any = None
     echo: Any = None
+    max_output_tokens: Any = None
     system: Any = None
     instructions: Any = None
     nvext: Nvext | None = None
@@ -183,6 +185,7 @@ class ChatBody(SamplingBody, kw_only=True):
 UNSUPPORTED = UnsupportedFields(
     functions="tools",
     function_call="tool_choice",
+    max_output_tokens="max_completion_tokens",
     audio=None,
     chat_template=None,
     documents="chat_template_kwargs",
@@ -271,6 +274,8 @@ def _message(message: ChatMessage, where: str, reading: Reading) -> Message:
         reading.skipped.append(f"{where}.name")
     if message.role == "assistant":
         return Message("assistant", _assistant(message, where, reading))
+    if message.content is None and message.role in SPEAKERS:
+        raise missing(f"{where}.content")
     content = content_blocks(message.content, f"{where}.content", reading)
     if message.role in ("system", "developer"):
         return Message("system", list(content))
@@ -278,7 +283,9 @@ def _message(message: ChatMessage, where: str, reading: Reading) -> Message:
         return Message("user", _named(message.name, content))
     if not message.tool_call_id and message.role == "tool":
         raise missing(f"{where}.tool_call_id")
-    call = message.tool_call_id or message.name or ""
+    call = message.tool_call_id or message.name
+    if not call:
+        raise missing(f"{where}.name")
     return Message("tool", [ToolResult(call, content, cache=inner_cache_control(content))])
 
 

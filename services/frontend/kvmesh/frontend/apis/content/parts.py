@@ -27,7 +27,7 @@ from kvmesh.frontend.conversation import (
 
 
 class TextPart(Struct, tag="text"):
-    text: str | None = None
+    text: str | None
     annotations: list[Any] | None = None
     prompt_cache_breakpoint: CacheBreakpoint | None = None
 

@@ -43,7 +43,7 @@ _INDEX = re.compile(r"\.(\d+)")
 
 
 class TextBlock(Struct, tag="text"):
-    text: str | None = None
+    text: str | None
     citations: list[Any] | None = None
     cache_control: CacheMark | None = None
 

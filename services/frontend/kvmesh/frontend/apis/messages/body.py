@@ -30,7 +30,7 @@ from kvmesh.retention.hints import CacheMark
 
 class InputMessage(Struct):
     role: Literal["user", "assistant", "system"]
-    content: BlockContent = ""
+    content: BlockContent
 
 
 class ToolChoiceBody(Struct):
@@ -94,6 +94,10 @@ class MessagesBody(Struct, kw_only=True):
     mcp_servers: Any = None
     response_format: Any = None
     stop: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+    functions: Any = None
+    reasoning_effort: Any = None
     thread: Any = None
     nvext: Nvext | None = None
 
@@ -104,6 +108,10 @@ UNSUPPORTED = UnsupportedFields(
     mcp_servers=None,
     response_format="output_config.format",
     stop="stop_sequences",
+    max_completion_tokens="max_tokens",
+    max_output_tokens="max_tokens",
+    functions="tools",
+    reasoning_effort="output_config.effort",
 )
 
 
@@ -170,6 +178,8 @@ def _tools(body: MessagesBody, reading: MessagesReading) -> list[Tool]:
     """The tools of `tools`, then those defined in the conversation, which are deferred."""
     found = _definitions.tools(body.tools or [], reading.skipped)
     known = {tool.name for tool in found}
+    if len(known) < len(found):
+        raise InvalidRequest("tools: Tool names must be unique.", "tools")
     for tool in (
         tool for defined in reading.defined for tool in listed(defined, "tool.definition")
     ):

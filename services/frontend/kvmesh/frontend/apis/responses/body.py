@@ -161,6 +161,10 @@ class ResponsesBody(Struct, kw_only=True):
     response_format: Any = None
     structured_outputs: StructuredOutputsBody | None = None
     stop: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    functions: Any = None
+    reasoning_effort: Any = None
     nvext: Nvext | None = None
 
 
@@ -168,6 +172,10 @@ UNSUPPORTED = UnsupportedFields(
     prompt="instructions",
     response_format="text.format",
     stop=None,
+    max_tokens="max_output_tokens",
+    max_completion_tokens="max_output_tokens",
+    functions="tools",
+    reasoning_effort="reasoning.effort",
 )
 _item = msgspec.json.Decoder(Item)
 
@@ -351,6 +359,8 @@ def _message(item: Item, where: str, reading: Reading) -> Message | None:
     if kind == "message":
         if item.role not in ROLES:
             raise InvalidRequest(f"`{where}.role`: unknown role {item.role!r}.", f"{where}.role")
+        if item.content is None:
+            raise missing(f"{where}.content")
         role = ROLES[item.role]
         blocks_of = answer_blocks if role == "assistant" else content_blocks
         return Message(role, [*blocks_of(item.content, f"{where}.content", reading)])
@@ -388,6 +398,8 @@ def _result(item: Item, where: str, reading: Reading) -> ToolResult:
     if not call:
         raise missing(f"{where}.call_id")
     output = item.output
+    if output is None:
+        raise missing(f"{where}.output")
     if isinstance(output, dict):
         output = as_json(output)
     content = content_blocks(output, f"{where}.output", reading)

@@ -55,6 +55,14 @@ def architectures(files: dict[str, bytes]) -> list[str]:
     return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
 
 
+def vocabulary(files: dict[str, bytes]) -> int:
+    """The ids of the model's vocabulary by `config.json`, unused ones included; 0 if unknown."""
+    config = read_json(files, "config.json")
+    inner = config.get("text_config")
+    sizes = (each.get("vocab_size") for each in (config, inner) if isinstance(each, dict))
+    return max((size for size in sizes if isinstance(size, int)), default=0)
+
+
 def special_tokens(files: dict[str, bytes]) -> dict[str, str]:
     """`bos_token`, `eos_token` and the like, as text."""
     merged = read_json(files, "special_tokens_map.json") | read_json(files, "tokenizer_config.json")

@@ -66,16 +66,16 @@ async def _cached_tokens(chunks: AsyncIterator[Any], read: Reader) -> int | None
 
 
 async def check(response: aiohttp.ClientResponse) -> None:
-    """Raise Rejected for errors of the caller or the key, EngineUnavailable for other failures."""
+    """Raise Rejected for errors of the caller or the settings, EngineUnavailable for others."""
     if response.status == 200:
         return
     text = (await response.text())[:2000]
-    if response.status in (400, 404, 413, 422):
+    if response.status in (400, 413, 422):
         raise Rejected(message_of(text) or f"the server replied {response.status}")
-    if response.status in (401, 403):
-        said = f"the server rejects this worker's API key or request ({response.status})"
-        raise Rejected(f"{said}: {message_of(text)}")
-    raise EngineUnavailable(f"the server replied {response.status}: {message_of(text)}")
+    reason = redacted(f"{response.url} replied {response.status}: {message_of(text)}")
+    if response.status in (401, 403, 404):  # the worker chooses the key, the model and the address
+        raise Rejected(reason, invalid=False)
+    raise EngineUnavailable(reason)
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:

@@ -68,7 +68,7 @@ class ServerImages:
             tokens = sum(int(place["length"]) for place in places)
             expanded = len(content["prompt_token_ids"])
         except Rejected as error:
-            raise EngineError(f"invalid: {error}") from error
+            raise EngineError(f"invalid: {error}" if error.invalid else str(error)) from error
         except (
             *(aiohttp.ClientError, TimeoutError, EngineUnavailable),
             *(ValueError, LookupError, TypeError, AttributeError),
