@@ -209,7 +209,7 @@ class StreamKeeper:
                     self._unready = [*self._unready[-1:], reason]
                 except (BusError, TimeoutError) as error:
                     log.debug("streams not checked: %s", cause(error))
-                warn("missing_stream", {**self._altered, **self._absent})
+                warn("missing_stream", {**dict(self._foreign()), **self._altered, **self._absent})
                 warn("lost_data", dict(self._told()))
                 warn("not_stored", dict(self._not_stored()))
                 await asyncio.sleep(SPACING_S)
@@ -356,6 +356,10 @@ class StreamKeeper:
         for name, (at, text) in self._losses.items():
             if at > since:
                 yield name, text
+
+    def _foreign(self) -> Iterator[tuple[str, str]]:
+        for name, subjects in self._bus.acks.foreign(_now()):
+            yield name, f"stream {name} {altered.answers_on(subjects)}"
 
     def _not_stored(self) -> Iterator[tuple[str, str]]:
         if len(self._unready) > 1:  # an election is shorter
