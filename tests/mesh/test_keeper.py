@@ -451,3 +451,26 @@ async def test_a_cluster_without_a_leader_misses_no_stream(
     kept.task.cancel()
     await bus.close()
     cluster.stop()
+
+
+async def test_a_server_that_accepts_too_small_messages_by_now_is_named(
+    tmp_path: Path, limits: StreamLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "CHECK_S", 0.1)
+    monkeypatch.setattr(keeping, "SPACING_S", 0.0)
+    server = NatsServer(tmp_path)
+    await asyncio.to_thread(server.start)
+    bus = await Bus.connect(BusOptions(url=server.url), "test")
+    await prepare_streams(bus, limits)
+    kept = Kept(keeper_of(bus))
+    await eventually(lambda: kept.warnings.get("small_messages") == {})
+    server.max_payload = "512KB"
+    await asyncio.to_thread(server.restart)
+    text = "too small messages (max_payload of the NATS server, 524288 bytes): set max_payload to"
+    await eventually(lambda: text in kept.warnings["small_messages"].get("", ""))
+    server.max_payload = "8MB"
+    await asyncio.to_thread(server.restart)
+    await eventually(lambda: not any(kept.warnings.values()))
+    kept.task.cancel()
+    await bus.close()
+    server.stop()

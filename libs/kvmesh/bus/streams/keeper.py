@@ -38,7 +38,7 @@ from kvmesh.bus.streams.configuration import (
     replica_limit,
 )
 from kvmesh.bus.streams.preparation import why_not_ready
-from kvmesh.bus.streams.server_check import absence, explained_refusal
+from kvmesh.bus.streams.server_check import absence, explained_refusal, too_small
 from kvmesh.bus.ticks import next_tick
 
 log = logging.getLogger(__name__)
@@ -211,6 +211,8 @@ class StreamKeeper:
                     log.debug("streams not checked: %s", cause(error))
                 warn("missing_stream", {**dict(self._foreign()), **self._altered, **self._absent})
                 warn("lost_data", dict(self._told()))
+                reason = too_small(self._bus)
+                warn("small_messages", {"": reason} if reason else {})
                 warn("not_stored", dict(self._not_stored()))
                 await asyncio.sleep(SPACING_S)
                 await next_tick(CHECK_S, self._wanted)
