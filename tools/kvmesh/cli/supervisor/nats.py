@@ -21,7 +21,7 @@ SPARE_HEAP_BYTES = 192 << 20
 DISK_FULL = (
     "no space left on device"  # in the server's log: it stores no more until it is restarted
 )
-ROOM_BYTES = 64 << 20
+ROOM_BYTES = 16 << 20
 
 
 def storage_bytes(streams: StreamSettings) -> tuple[int, int]:
