@@ -497,7 +497,9 @@ async def test_the_servers_clock_decides_which_instance_is_later(
     fast = Lease(bus, msgspec.structs.replace(card("w"), started=4e9), limits)
     slow = Lease(bus, msgspec.structs.replace(card("w"), instance="w-2", started=1.0), limits)
     for lease in (fast, slow):
+        made = lease.card
         await lease.open()
+        await lease.update(made)  # by the process's own clock
     directory = Directory(bus, limits)
     await directory.open()
     incarnations = sorted(directory.instances, key=lambda card: card.started)

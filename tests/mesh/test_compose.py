@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -284,6 +285,19 @@ def test_the_image_copies_everything_that_the_build_needs() -> None:
     sources = shlex.split((root / "CMakeLists.txt").read_text(), comments=True)
     assert {"libs", "services", "tools", "pyproject.toml", "CMakeLists.txt"} <= kept
     assert all(word.split("/")[0] in kept for word in sources if word.startswith("libs/"))
+
+
+def test_the_native_part_is_built_before_the_sources_are_copied(tmp_path: Path) -> None:
+    """All files that its build installs are there."""
+    root = COMPOSE.parent
+    for name in ("CMakeLists.txt", "pyproject.toml"):
+        (tmp_path / name).write_bytes((root / name).read_bytes())
+    subprocess.run([sys.executable, COMPOSE / "empty_packages.py"], cwd=tmp_path, check=True)
+    words = shlex.split((root / "CMakeLists.txt").read_text().replace("(", " "), comments=True)
+    files = {word for word in words if (root / word).is_file()}
+    assert "libs/kvmesh/py.typed" in files
+    native = {file for file in files if file.startswith("libs/native/")}
+    assert [file for file in files - native if not (tmp_path / file).exists()] == []
 
 
 def test_the_image_installs_dependencies_before_it_copies_sources() -> None:

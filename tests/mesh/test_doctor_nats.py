@@ -176,6 +176,8 @@ async def test_missing_streams_and_wrong_clocks_are_found(bus: Bus) -> None:
     texts = await found(bus)
     assert "a frontend: its clock is 60" in texts["fault", "clocks"]
     assert ("fault", "streams") not in texts
+    assert f"{subjects.kv_stream} has max_bytes" in texts["note", "streams"]
+    assert "streams.kv_bytes is 4294967296 for this command" in texts["note", "streams"]
     await bus.js.context.delete_stream(subjects.kv_stream)
     texts = await found(bus)
     assert f"{subjects.kv_stream}: this stream is missing: indexers" in texts["fault", "streams"]
@@ -215,7 +217,7 @@ async def test_a_cluster_is_checked(tmp_path: Path, limits: StreamLimits) -> Non
         return True
 
     async def made_on_all() -> bool:
-        await apply(replicated, await differences(replicated, limits))
+        await apply(replicated, differences(replicated, limits, await mesh_streams(replicated)))
         return True
 
     await eventually(made, what="the cluster has a leader")

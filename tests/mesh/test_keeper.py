@@ -1,14 +1,23 @@
 """One process keeps its streams, and what it stores in them, whole."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from nats.js.api import DiscardPolicy, StreamSource, SubjectTransform
+from nats.js.api import (
+    DiscardPolicy,
+    RePublish,
+    StreamConfig,
+    StreamConsumerLimits,
+    StreamSource,
+    SubjectTransform,
+)
 from support.nats import NatsServer
 from support.nats_cluster import Cluster
 from support.wait import PATIENCE_S, eventually
@@ -16,12 +25,27 @@ from support.wholeness import key_entry
 
 from kvmesh.bus.client import Bus, BusOptions, RawMessage
 from kvmesh.bus.discovery.leases import Lease, delete_lease
-from kvmesh.bus.errors import BusTimeout, StorageFull
-from kvmesh.bus.messages import Instance, Role
-from kvmesh.bus.storage.buckets import KnownEntries, keys_bucket, read_bucket, write_once_bucket
+from kvmesh.bus.errors import BusTimeout, ModelFilesError, StorageFull
+from kvmesh.bus.messages import Instance, MessageDecoder, Role
+from kvmesh.bus.storage.buckets import (
+    KnownEntries,
+    evicting_bucket,
+    keys_bucket,
+    read_bucket,
+    write_once_bucket,
+)
+from kvmesh.bus.storage.model_files import fetch_model, keep_model, publish_model
+from kvmesh.bus.storage.object_bucket import ObjectBucket
 from kvmesh.bus.storage.shared_secret import keep_secret, shared_secret
 from kvmesh.bus.streams import keeper as keeping
-from kvmesh.bus.streams.configuration import Difference, StreamLimits, apply
+from kvmesh.bus.streams.altered import FoundStream, answered, found_stream, harm
+from kvmesh.bus.streams.configuration import (
+    Difference,
+    StreamLimits,
+    apply,
+    ensure_model_store,
+    mesh_streams,
+)
 from kvmesh.bus.streams.keeper import StreamKeeper, keeper_of
 from kvmesh.bus.streams.preparation import prepare_streams
 from kvmesh.cli.doctor import nats_checks
@@ -91,27 +115,50 @@ async def test_a_stream_with_other_subjects_is_named_and_not_made_again_as_it_wa
 
 
 @pytest.mark.parametrize(
-    ("bucket", "change", "text"),
+    ("kind", "change", "text"),
     [
-        (False, {"discard": DiscardPolicy.NEW}, "refuses messages once it is full: set discard"),
-        (False, {"no_ack": True}, "acknowledges nothing: set no_ack to false"),
-        (True, {"no_ack": True}, "acknowledges nothing: set no_ack to false"),
-        (False, {"max_msg_size": 8}, "refuses messages of more than 8 bytes: set max_msg_size"),
-        (True, {"max_age": 600.0}, "drops its entries after 600 s: set max_age to 0"),
-        (True, {"max_msgs": 3}, "stores at most 3 entries: set max_msgs to -1"),
-        (True, {"sources": [StreamSource(name="other")]}, "takes in what others have stored"),
-        (False, {"sealed": True}, "is sealed, and stores nothing: delete it"),
+        ("kv", {"discard": DiscardPolicy.NEW}, "refuses messages once it is full: set discard"),
+        ("kv", {"no_ack": True}, "acknowledges nothing: set no_ack to false"),
+        ("plan", {"no_ack": True}, "acknowledges nothing: set no_ack to false"),
+        ("kv", {"max_msg_size": 8}, "refuses messages of more than 8 bytes: set max_msg_size"),
+        ("plan", {"max_age": 600.0}, "drops its entries after 600 s: set max_age to 0"),
+        ("models", {"max_age": 600.0}, "drops its entries after 600 s: set max_age to 0"),
+        ("route", {"max_age": 1.5}, "drops messages after 1.5 s, before all have read them"),
+        ("plan", {"max_msgs": 3}, "stores at most 3 entries: set max_msgs to -1"),
+        ("route", {"max_msgs": 3}, "drops all but the last 3 entries: set max_msgs to -1"),
+        ("kv", {"max_msgs_per_subject": 1}, "the last 1 on each subject: set max_msgs_per_subject"),
+        ("models", {"max_msgs_per_subject": 1}, "the last 1 on each subject"),
+        ("kv", {"max_bytes": 1000}, "drops what exceeds 1000 bytes in total: raise max_bytes"),
+        ("plan", {"discard": DiscardPolicy.OLD}, "drops its oldest entries once it is full: set"),
+        ("plan", {"sources": [StreamSource(name="other")]}, "takes in what others have stored"),
+        ("kv", {"sealed": True}, "is sealed, and stores nothing: delete it"),
+        ("kv", {"deny_purge": True}, "have in their snapshots: delete it"),
+        ("models", {"deny_delete": True}, "lets nobody remove objects: delete it"),
+        ("models", {"allow_rollup_hdrs": False}, "descriptions of objects: set allow_rollup_hdrs"),
+        ("weights", {"discard_new_per_subject": False}, "lets its entries be replaced: set"),
+        ("instances", {"max_age": 0}, "keeps the cards of dead processes: set max_age to 10 s"),
+        ("seq", {"max_consumers": 1}, "permits only 1 readers: raise max_consumers"),
         (
-            False,
+            "scaling",
+            {"consumer_limits": StreamConsumerLimits(inactive_threshold=9.0)},
+            "limits what readers may ask for: remove consumer_limits",
+        ),
+        (
+            "kv",
+            {"republish": RePublish(src=">", dest="kvm.x.work.>")},
+            "sends what it stores to the mesh's own kvm.x.work.>: remove republish",
+        ),
+        (
+            "kv",
             {"subject_transform": SubjectTransform(src=">", dest="x.>")},
             "stores messages on other subjects: remove subject_transform",
         ),
     ],
 )
 async def test_settings_of_a_stream_that_do_harm_are_named(
-    bus: Bus, kept: Kept, bucket: bool, change: dict[str, Any], text: str
+    bus: Bus, kept: Kept, kind: str, change: dict[str, Any], text: str
 ) -> None:
-    stream = f"KV_{bus.subjects.plan_bucket}" if bucket else bus.subjects.kv_stream
+    stream = next(name for name in bus.specs if name.endswith(f"-{kind}"))
     before = (await bus.js.stream_info(stream)).config
     await bus.js.update_stream(before.evolve(**change))
     await eventually(lambda: text in kept.warnings["missing_stream"].get(stream, ""))
@@ -120,11 +167,68 @@ async def test_settings_of_a_stream_that_do_harm_are_named(
     assert [each.subject for each in faults] == [stream]
     assert text in f"this stream {faults[0].text}: {faults[0].action}"
     assert [each for each in nats_checks.mappings(facts) if each.severity == "fault"] == []
-    if change.get("sealed"):  # for good
+    if {"sealed", "deny_purge", "deny_delete"} & change.keys():  # for good
         await bus.js.context.delete_stream(stream)
     else:
         await bus.js.update_stream(before)
     await eventually(lambda: not kept.warnings["missing_stream"])
+
+
+@pytest.mark.parametrize("own", [False, True])
+async def test_a_stream_that_answers_requests_is_named_and_not_believed(
+    bus: Bus, kept: Kept, own: bool
+) -> None:
+    subject, stream = bus.subjects.work("w-1"), bus.subjects.route_stream if own else "archive"
+    taken = f"{subject[: -len('w.1')]}>"
+    if own:
+        before = (await bus.js.stream_info(stream)).config
+        await bus.js.update_stream(before.evolve(subjects=[bus.subjects.route_all, taken]))
+    else:
+        await bus.js.add_stream(StreamConfig(name=stream, subjects=[taken]))
+    cards = MessageDecoder(Instance)
+    serving = await bus.serve(subject, cards, lambda request, reply: reply(request))
+    sent = card("asked")
+    assert await bus.request(subject, sent, cards, PATIENCE_S) == sent
+    text = f"what is sent on {taken}, too, and answers requests there: remove that subject"
+    await eventually(lambda: text in kept.warnings["missing_stream"].get(stream, ""))
+    settings = load(None, {"KVMESH_NATS_NAMESPACE": bus.options.namespace}, {})
+    faults = nats_checks.streams(await gather_facts(bus, settings))
+    named = {f.subject: f"{f.text}: {f.action}" for f in faults if f.severity == "fault"}
+    assert list(named) == [stream]
+    assert text in named[stream]
+    await serving.unsubscribe()
+    await bus.js.context.delete_stream(stream)
+
+
+@pytest.mark.parametrize(
+    ("subject", "answers"),
+    [
+        (">", True),
+        ("kvm.>", True),
+        ("kvm.*.work.>", True),
+        ("kvm.m.router.x", True),
+        ("kvm.m.*.>", True),
+        ("kvm.other.>", False),
+        ("kvm.m.load.>", False),
+        ("kvm.m", False),
+        ("orders.>", False),
+    ],
+)
+def test_streams_that_answer_requests_are_told_from_others(subject: str, answers: bool) -> None:
+    assert bool(list(answered(FoundStream("x", [subject]), "m"))) is answers
+    assert list(answered(FoundStream("x", [subject], no_ack=True), "m")) == []
+
+
+async def test_the_settings_of_the_mesh_itself_do_no_harm(bus: Bus, kept: Kept) -> None:
+    name = bus.subjects.responses_bucket
+    evicting_bucket(bus, name, 60.0, 1 << 20)
+    await keys_bucket(bus)
+    write_once_bucket(bus, bus.subjects.secrets_bucket)
+    await keeper_of(bus).make_missing()
+    await ensure_model_store(bus, StreamLimits(models_bytes=1 << 20))
+    found = {info.config.name: found_stream(info.config) for info in await mesh_streams(bus)}
+    assert f"KV_{name}" in found
+    assert [text for has in found.values() for text in harm(has)] == []
 
 
 @pytest.mark.parametrize("bucket", [False, True])
@@ -180,6 +284,38 @@ async def test_a_lost_secret_is_stored_again_and_another_stored_one_holds(
     await eventually(lambda: adopted == [b"o" * 32])
     assert "is another one now" in caplog.text
     again.task.cancel()
+
+
+@pytest.mark.parametrize("change", [{"size": 1}, {"chunks": 2}, {"nuid": "other"}, {}])
+async def test_model_files_that_others_have_altered_are_stored_again(
+    bus: Bus, kept: Kept, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    digest = await publish_model(bus, tmp_path)
+    bucket = bus.subjects.model_bucket
+    found = await ObjectBucket(bus, bucket).find(digest)
+    if change:
+        at = (await bus.js.get_msg(f"OBJ_{bucket}", seq=found.version)).subject or ""
+        described = json.loads((await bus.js.get_msg(f"OBJ_{bucket}", subject=at)).data or b"")
+        data = json.dumps({**described, **change}).encode()
+        await bus.store(at, data, PATIENCE_S, {"Nats-Rollup": "sub"})
+    else:
+        at = f"$O.{bucket}.C.{found.nuid}"
+        await bus.js.purge_stream(f"OBJ_{bucket}", subject=at)
+        await bus.store(at, bytes(found.size), PATIENCE_S)
+    with pytest.raises(ModelFilesError):
+        await fetch_model(bus, digest)
+    keep_model(bus, tmp_path, digest)
+
+    async def readable() -> bool:
+        with suppress(ModelFilesError):
+            return bool(await fetch_model(bus, digest))
+        return False
+
+    await eventually(readable)
+    versions = await ObjectBucket(bus, bucket).complete_version(digest)
+    await keeper_of(bus)._check()
+    assert await ObjectBucket(bus, bucket).complete_version(digest) == versions
 
 
 async def test_a_newcomer_waits_for_those_who_hold_the_secret(
@@ -315,3 +451,26 @@ async def test_a_cluster_without_a_leader_misses_no_stream(
     kept.task.cancel()
     await bus.close()
     cluster.stop()
+
+
+async def test_a_server_that_accepts_too_small_messages_by_now_is_named(
+    tmp_path: Path, limits: StreamLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "CHECK_S", 0.1)
+    monkeypatch.setattr(keeping, "SPACING_S", 0.0)
+    server = NatsServer(tmp_path)
+    await asyncio.to_thread(server.start)
+    bus = await Bus.connect(BusOptions(url=server.url), "test")
+    await prepare_streams(bus, limits)
+    kept = Kept(keeper_of(bus))
+    await eventually(lambda: kept.warnings.get("small_messages") == {})
+    server.max_payload = "512KB"
+    await asyncio.to_thread(server.restart)
+    text = "too small messages (max_payload of the NATS server, 524288 bytes): set max_payload to"
+    await eventually(lambda: text in kept.warnings["small_messages"].get("", ""))
+    server.max_payload = "8MB"
+    await asyncio.to_thread(server.restart)
+    await eventually(lambda: not any(kept.warnings.values()))
+    kept.task.cancel()
+    await bus.close()
+    server.stop()

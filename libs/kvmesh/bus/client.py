@@ -160,6 +160,7 @@ class Bus:
         self._asking: asyncio.Task[None] | None = None
         self._asks_from = 0.0
         client.on_too_large = self._ask_limit
+        client.is_foreign = lambda subject, data: self.acks.is_foreign(subject, data, _now())
 
     @classmethod
     async def connect(
@@ -545,6 +546,10 @@ def returning(function: Callable[[T], object]) -> Callable[[T, Reply], None]:
         reply(function(message))
 
     return handler
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _is_handled_refusal(bus: Bus, text: str) -> bool:

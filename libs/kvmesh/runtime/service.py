@@ -5,6 +5,7 @@ import faulthandler
 import gc
 import logging
 import os
+import resource
 import secrets
 import signal
 import sys
@@ -165,6 +166,7 @@ def run_service(
     faulthandler.enable()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+    _permit_files()
     try:
         if check is not None:
             check(settings)
@@ -183,6 +185,13 @@ def run_service(
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _permit_files() -> None:
+    """Raise this process's limit of open files, often 1,024, to the most that it may."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # a system may permit fewer than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _run(

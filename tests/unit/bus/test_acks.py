@@ -36,3 +36,17 @@ def test_a_subject_names_its_stream() -> None:
     assert stream_of(f"$KV.{names.pins_bucket}.a.b") == f"KV_{names.pins_bucket}"
     assert stream_of(f"$O.{names.model_bucket}.C.x") == f"OBJ_{names.model_bucket}"
     assert stream_of("elsewhere")
+
+
+def test_an_acknowledgement_of_a_request_is_no_reply_and_names_the_stream() -> None:
+    names, acks = Subjects("mesh"), Acks()
+    ack = b'{"stream":"archive", "seq":7}'
+    assert acks.is_foreign(names.work("w-1"), ack, 1.0)
+    refusal = b'{"error":{"code":503},"stream":"archive","seq":0}'
+    assert acks.is_foreign(names.router("m"), refusal, 2.0)
+    assert list(acks.foreign(3.0)) == [("archive", "kvm.mesh.router.>")]
+    assert list(acks.foreign(70.0)) == []
+    own = b'{"stream":"kvm-mesh-kv", "seq":7}'
+    assert not acks.is_foreign(names.kv("m", "w"), own, 1.0)
+    for subject, data in (("$KV.b.k", ack), (names.work("w-1"), b"{"), (names.work("w-1"), b"{}")):
+        assert not acks.is_foreign(subject, data, 1.0)

@@ -14,8 +14,8 @@ ACCOUNT_FULL, RESOURCES, MEMORY_FULL, FILES_FULL = 10002, 10023, 10028, 10047
 
 _ACCOUNT = "in the account's jetstream limits"
 ADVICE = {
-    10005: "no server of the cluster can hold it: one is offline or full, or there are fewer than"
-    " nats.replicas",
+    10005: "no server of the cluster can hold it: one is offline, full or without the tags of its"
+    " placement, or there are fewer than nats.replicas",
     10009: "no server of the cluster can hold it: one is offline or full",
     TOO_MANY_CONSUMERS: f"raise max_consumers {_ACCOUNT} (`consumer` in its JWT)",
     10027: f"raise max_streams {_ACCOUNT} (`streams` in its JWT)",

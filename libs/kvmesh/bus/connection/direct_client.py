@@ -113,6 +113,7 @@ class DirectClient(Client):
         self._sizes: dict[str, int] = {}  # of pending requests, by reply subject
         self.ended_by = ""  # the server's error that has ended the last connection
         self.on_too_large: Callable[[], None] = lambda: None
+        self.is_foreign: Callable[[str, bytes], bool] = lambda subject, data: False
         self._writer: asyncio.WriteTransport | None = None
         self._flush_planned = False
         self._own_loop = asyncio.get_running_loop()
@@ -651,7 +652,7 @@ class DirectClient(Client):
             return
         if msg.headers is not None and msg.headers.get("Status") == "503":
             future.set_exception(NoRespondersError())
-        else:
+        elif not (msg.data[:1] == b"{" and self.is_foreign(self._requested[msg.subject], msg.data)):
             future.set_result(msg)
 
     def _on_message(self, sid: int, subject: bytes, reply: bytes, data: bytes) -> bool:

@@ -147,8 +147,11 @@ class Lease:
         return self.card.started
 
     async def update(self, card: Instance) -> None:
-        """Replace the card at once, for example to announce draining; not after `close`."""
-        self.card = card
+        """Replace the card at once, for example to announce draining; not after `close`.
+
+        `started` stays: it is the server's time, and others compare it.
+        """
+        self.card = msgspec.structs.replace(card, started=self.card.started)
         if not self._closed:
             await self._renew()
 

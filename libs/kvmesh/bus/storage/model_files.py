@@ -14,7 +14,7 @@ from pathlib import Path
 import zstandard
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import BusError, ModelFilesError, NotFound
+from kvmesh.bus.errors import BusError, ModelFilesError, NotFound, ObjectUnreadable
 from kvmesh.bus.storage.named_templates import additional_templates, template_name
 from kvmesh.bus.storage.object_bucket import ObjectBucket
 from kvmesh.bus.storage.tokenizer_file import TOKENIZER, tokenizer_json
@@ -80,28 +80,43 @@ def unpack(archive: bytes) -> dict[str, bytes]:
     return files
 
 
-async def publish_model(bus: Bus, folder: Path) -> str:
-    """Store the files of `folder` unless they are stored whole already; returns their digest."""
+async def publish_model(bus: Bus, folder: Path, damaged: bool = False) -> str:
+    """Store the files of `folder` unless they are there, not `damaged`; returns their digest."""
     archive = await asyncio.to_thread(pack, folder)
     digest = hashlib.sha256(archive).hexdigest()
-    if not await ObjectBucket(bus, bus.subjects.model_bucket).is_complete(digest):
+    if damaged or not await ObjectBucket(bus, bus.subjects.model_bucket).complete_version(digest):
         await (await bus.js.object_store(bus.subjects.model_bucket)).put(digest, archive)
     return digest
 
 
 def keep_model(bus: Bus, folder: Path, digest: str) -> None:
-    """Publish the files of `folder`, whose digest a card names, again whenever they are missing."""
+    """Publish the files of `folder`, whose digest a card names, again whenever they are missing.
+
+    Also when they are damaged, for which each version of them is read once.
+    """
+    bucket, sound = ObjectBucket(bus, bus.subjects.model_bucket), 0
 
     async def restore() -> None:
-        if await ObjectBucket(bus, bus.subjects.model_bucket).is_complete(digest):
+        nonlocal sound
+        version = await bucket.complete_version(digest)
+        if version and (version == sound or await _is_sound(bucket, digest)):
+            sound = version
             return
-        published = await publish_model(bus, folder)
+        published = await publish_model(bus, folder, damaged=bool(version))
         if published != digest:
             log.warning("%s has changed: the model files %s are lost", folder, digest)
         else:
             log.info("published the lost files of the model in %s again", folder)
 
     keeper_of(bus).restore("the files of the model", restore)
+
+
+async def _is_sound(bucket: ObjectBucket, digest: str) -> bool:
+    try:
+        archive = await bucket.content(digest, MAX_BYTES)
+    except ObjectUnreadable:
+        return False
+    return hashlib.sha256(archive).hexdigest() == digest
 
 
 async def fetch_model(bus: Bus, digest: str) -> dict[str, bytes]:

@@ -77,13 +77,14 @@ class ObjectBucket:
             raise NotFound(f"there is no object {name}")
         return obj
 
-    async def is_complete(self, name: str) -> bool:
-        """True if an object and all its parts are there."""
+    async def complete_version(self, name: str) -> int:
+        """The version of an object if all its parts are there, else 0."""
         try:
             obj = await self.find(name)
         except NotFound:
-            return False
-        return (await self._parts(obj.nuid)).get(obj.nuid, 0) == obj.parts
+            return 0
+        complete = (await self._parts(obj.nuid)).get(obj.nuid, 0) == obj.parts
+        return obj.version if complete else 0
 
     async def complete(self) -> dict[str, StoredObject]:
         """All objects whose parts are there, by name."""

@@ -6,7 +6,7 @@ The first process creates them. Later processes do not change them, whatever the
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -107,11 +107,11 @@ def expect_streams(bus: Bus, limits: StreamLimits) -> None:
     bus.specs.update({wanted.name: wanted for wanted in _specs(bus, limits)})
 
 
-async def differences(bus: Bus, limits: StreamLimits) -> list[Difference]:
-    """The differences of the mesh's existing streams and buckets from `limits`."""
+def differences(bus: Bus, limits: StreamLimits, streams: Iterable[StreamInfo]) -> list[Difference]:
+    """The differences of existing streams and buckets of the mesh from `limits`."""
     wanted = {each.name: each for each in [*_specs(bus, limits), _model_store(bus, limits)]}
     found: list[Difference] = []
-    for info in await mesh_streams(bus):
+    for info in streams:
         name = info.config.name or ""
         each = wanted.get(name) or StreamSpec(name, replica_limit(bus), None)
         found += each.differences(info.config)

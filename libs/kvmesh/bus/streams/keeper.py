@@ -38,7 +38,7 @@ from kvmesh.bus.streams.configuration import (
     replica_limit,
 )
 from kvmesh.bus.streams.preparation import why_not_ready
-from kvmesh.bus.streams.server_check import absence, explained_refusal
+from kvmesh.bus.streams.server_check import absence, explained_refusal, too_small
 from kvmesh.bus.ticks import next_tick
 
 log = logging.getLogger(__name__)
@@ -209,8 +209,10 @@ class StreamKeeper:
                     self._unready = [*self._unready[-1:], reason]
                 except (BusError, TimeoutError) as error:
                     log.debug("streams not checked: %s", cause(error))
-                warn("missing_stream", {**self._altered, **self._absent})
+                warn("missing_stream", {**dict(self._foreign()), **self._altered, **self._absent})
                 warn("lost_data", dict(self._told()))
+                reason = too_small(self._bus)
+                warn("small_messages", {"": reason} if reason else {})
                 warn("not_stored", dict(self._not_stored()))
                 await asyncio.sleep(SPACING_S)
                 await next_tick(CHECK_S, self._wanted)
@@ -356,6 +358,10 @@ class StreamKeeper:
         for name, (at, text) in self._losses.items():
             if at > since:
                 yield name, text
+
+    def _foreign(self) -> Iterator[tuple[str, str]]:
+        for name, subjects in self._bus.acks.foreign(_now()):
+            yield name, f"stream {name} {altered.answers_on(subjects)}"
 
     def _not_stored(self) -> Iterator[tuple[str, str]]:
         if len(self._unready) > 1:  # an election is shorter

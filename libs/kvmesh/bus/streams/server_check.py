@@ -73,11 +73,8 @@ async def check_server(bus: Bus) -> str:
 
     Raises ServerUnfit for unsuitable server settings, another BusError for other failures.
     """
-    if bus.max_payload < MIN_PAYLOAD:
-        raise ServerUnfit(
-            f"NATS accepts too small messages ({bus.payload_limit}): set max_payload to"
-            f" {RECOMMENDED_PAYLOAD}, or at least 1MB, in {_place_of_payload(bus)}"
-        )
+    if reason := too_small(bus):
+        raise ServerUnfit(reason)
     try:
         return await _domain(bus)
     except JetStreamError as error:
@@ -87,6 +84,16 @@ async def check_server(bus: Bus) -> str:
             advice = ADVICE[NOT_FOR_ACCOUNT]
             raise ServerUnfit(f"the NATS account has no JetStream: {advice}") from error
         raise
+
+
+def too_small(bus: Bus) -> str:
+    """The reason why messages are too small for a mesh, with the setting; empty if they are not."""
+    if bus.max_payload >= MIN_PAYLOAD:
+        return ""
+    return (
+        f"NATS accepts too small messages ({bus.payload_limit}): set max_payload to"
+        f" {RECOMMENDED_PAYLOAD}, or at least 1MB, in {_place_of_payload(bus)}"
+    )
 
 
 async def _domain(bus: Bus) -> str:

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
+import resource
 import socket
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -15,6 +17,8 @@ log = logging.getLogger(__name__)
 MAX_RECEIVED = 64 << 10  # bytes of a body that nobody reads, for which a connection is kept
 MAX_DISCARDED = 64 << 20
 DISCARD_S = 5.0
+EXHAUSTED = (errno.EMFILE, errno.ENFILE)
+TELL_S = 60.0  # between lines of the log about connections that cannot be accepted
 MOST_ACCEPTED = 64  # connections in a pass of the loop, beside the loop's own
 
 
@@ -143,6 +147,7 @@ class Acceptor:
         self._sockets = [socket.socket(fileno=os.dup(number)) for number in listening]
         self._planned = False
         self._making: set[asyncio.Task[object]] = set()
+        self._tells_from = 0.0
 
     def look(self) -> None:
         """Accept those that wait, if any, in the next pass."""
@@ -157,12 +162,24 @@ class Acceptor:
             for _ in range(MOST_ACCEPTED):
                 try:
                     accepted, _address = listening.accept()
-                except OSError:  # none waits, or the loop's own attempt reports the reason
+                except OSError as error:  # none waits, or none can be accepted
+                    if error.errno in EXHAUSTED:
+                        self._tell(error)
                     break
                 accepted.setblocking(False)
                 task = loop.create_task(self._serve(accepted))
                 self._making.add(task)
                 task.add_done_callback(self._making.discard)
+
+    def _tell(self, error: OSError) -> None:
+        """Log why the loop closes the connections that wait, which it does without a word."""
+        now = asyncio.get_running_loop().time()
+        if now < self._tells_from:
+            return
+        self._tells_from = now + TELL_S
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        text = "new connections are closed: %s; this process may open %d files, raise its limit"
+        log.error(f"{text} (ulimit -n, LimitNOFILE)", error.strerror, limit)
 
     async def _serve(self, accepted: socket.socket) -> None:
         try:

@@ -4,6 +4,8 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
@@ -222,3 +224,37 @@ async def test_starts_that_fail_again_and_again_are_told_with_the_reason(run: Ru
     await eventually(lambda: dashboard.record.failed_starts >= 4)
     assert not any("dashboard-0 exited" in line and "in a row" in line for line in run.lines)
     assert not any("though 2 starts" in line for line in run.lines)
+
+
+async def test_a_nats_server_whose_disk_was_full_is_restarted_once_it_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    free, spaces = 0, list[Path]()
+
+    def space(path: Path) -> SimpleNamespace:
+        spaces.append(path)
+        return SimpleNamespace(free=free)
+
+    monkeypatch.setattr("kvmesh.cli.supervisor.mesh.ROOM_S", 0.05)
+    monkeypatch.setattr("kvmesh.cli.supervisor.nats.shutil.disk_usage", space)
+    started = tmp_path / "started"
+    full = "echo 'write x: no space left on device'; echo 'again: no space left on device'"
+    script = f"test -e {started} || {{ {full}; }}; touch {started}; exec sleep 600"
+    nats = ProcessSpec(
+        *("nats", "nats", ("/bin/sh", "-c", script, str(tmp_path / "nats.conf"))),
+        {"PATH": os.environ["PATH"]},
+    )
+    mesh = SupervisedMesh([nats], Steps(), LogStream(lines.append, 10, False, False), PATIENT)
+    running = asyncio.create_task(mesh.run())
+    record = mesh.processes[0].record
+    await eventually(lambda: len(spaces) > 2)
+    assert record.starts == 1
+    free = 1 << 30
+    await eventually(lambda: record.starts == 2)
+    assert set(spaces) == {tmp_path}
+    seen = len(spaces)
+    assert sum("has room: restarting" in line for line in lines) == 1
+    os.kill(os.getpid(), signal.SIGTERM)
+    await running
+    assert len(spaces) == seen

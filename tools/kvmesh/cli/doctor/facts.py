@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from kvmesh.bus.connection.jetstream import StreamInfo
 from kvmesh.bus.messages import ScalingDecision
+from kvmesh.bus.streams.configuration import Difference
 from kvmesh.cli.status.index_checks import RankCheck
 from kvmesh.cli.status.report import MeshReport
 from kvmesh.cli.status.served import WorkerCache
@@ -88,11 +89,11 @@ class Facts:
     the reason why the server does not suit a mesh. `unanswered` gives the reason for
     each question without an answer, `refused` are those that this user may not ask. `absent` are
     streams that every mesh has and that do not exist; `leaderless` those that exist and do not
-    answer, with the reason. `altered` are the settings of streams that do harm, by stream. `others`
-    are the namespaces of further meshes of the account. `lost`
-    are subjects on which a probe did not arrive, `astray` those of streams, by stream, on which
-    one did not reach its stream; None if this user could not probe. `moved` are subjects under
-    which a stream gets the messages of another one. `caches` are
+    answer, with the reason. `altered` are the settings of streams that do harm, by stream, and
+    `differences` those from this command's settings. `others` are the namespaces of further meshes
+    of the account. `lost` are subjects on which a probe did not arrive, `astray` those of streams,
+    by stream, on which one did not reach its stream; None if this user could not probe. `moved` are
+    subjects under which a stream gets the messages of another one. `caches` are
     what workers served lately, without their events if this user may not ask (`events_refused`).
     `plans` are the latest decision of planners about each model. `anonymous`: this connection has
     no credentials. `monitored` is what NATS's monitoring port tells, if it was asked, and
@@ -116,6 +117,7 @@ class Facts:
     absent: list[str] = field(default_factory=list)
     leaderless: dict[str, str] = field(default_factory=dict)
     altered: dict[str, list[str]] = field(default_factory=dict)
+    differences: list[Difference] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     lost: list[str] | None = None
     astray: dict[str, str] | None = None

@@ -40,8 +40,8 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.bus.packs import EMPTY, unpacked
 from kvmesh.bus.permissions import ALL_SERVERS, USER_INFO
-from kvmesh.bus.streams.altered import found_stream, harm
-from kvmesh.bus.streams.configuration import mesh_streams, needed_streams
+from kvmesh.bus.streams.altered import answered, found_stream, harm
+from kvmesh.bus.streams.configuration import differences, needed_streams
 from kvmesh.bus.streams.server_check import check_server
 from kvmesh.cli.doctor.facts import MAPPINGS, Clock, DiskSpace, Facts, NatsServer, UsedLimit
 from kvmesh.cli.doctor.http_facts import MonitoringError, monitored, open_frontends
@@ -50,6 +50,7 @@ from kvmesh.cli.status.index_checks import check_ranks
 from kvmesh.cli.status.report import gather
 from kvmesh.cli.status.served import WorkerCache, events_of, read_served
 from kvmesh.placement_rules.served import ServedTokens
+from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
 
 ASK_S = 4.0
@@ -308,16 +309,16 @@ class _Gathering:
     async def streams(self) -> None:
         """The streams of the mesh, and which are missing or do not answer."""
         bus, facts = self._bus, self._facts
-        found: dict[str, StreamInfo] = {}
+        all_streams: dict[str, StreamInfo] = {}
         listed = False
         with suppress(TimeoutError, BusTimeout):  # a list waits for streams without a leader
             async with asyncio.timeout(ASK_S / 3):
-                found = {info.config.name or "": info for info in await mesh_streams(bus)}
+                all_streams = {info.config.name or "": info for info in await bus.js.streams_info()}
                 listed = True
+        found = {name: info for name, info in all_streams.items() if bus.subjects.owns(name)}
         lacking = [name for name in needed_streams(bus) if name not in found]
         if listed and not found:
-            names = [info.config.name or "" for info in await bus.js.streams_info()]
-            matches = (re.fullmatch("kvm-(.+)-kv", name) for name in names)
+            matches = (re.fullmatch("kvm-(.+)-kv", name) for name in all_streams)
             facts.others = sorted(match[1] for match in matches if match is not None)
         results = await asyncio.gather(
             *(self._stream(name) for name in lacking), return_exceptions=True
@@ -337,8 +338,13 @@ class _Gathering:
             facts.leaderless.clear()
             raise TimeoutError
         facts.streams = found
-        faults = {name: list(harm(found_stream(info.config))) for name, info in found.items()}
-        facts.altered = {name: found for name, found in faults.items() if found}
+        limits = stream_limits(self._settings.streams)
+        facts.differences = differences(bus, limits, found.values())
+        for name, info in sorted({**all_streams, **found}.items()):
+            has = found_stream(info.config)
+            faults = list(harm(has) if name in found else answered(has, facts.namespace))
+            if faults:
+                facts.altered[name] = faults
 
     async def _stream(self, name: str) -> StreamInfo:
         async with asyncio.timeout(ASK_S / 3):

@@ -85,6 +85,9 @@ def streams(facts: Facts) -> Iterator[Finding]:
         for fault in faults:
             text, _, remedy = fault.partition(": ")
             yield Finding("fault", name, f"this stream {text}", action=remedy)
+    for difference in facts.differences:
+        if difference.limit != "num_replicas":  # `replicas` has those
+            yield Finding("note", "streams", f"{difference} for this command")
     if not (facts.absent or facts.leaderless or facts.altered):
         yield Finding("ok", "streams", f"{len(facts.streams)}, none is missing")
 

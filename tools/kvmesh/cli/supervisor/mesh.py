@@ -1,6 +1,7 @@
 """Starts, supervises and stops the processes of a mesh on one machine, in order."""
 
 import asyncio
+import contextlib
 import dataclasses
 import signal
 from collections.abc import Callable, Coroutine, Iterable
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 from kvmesh.cli.supervisor.console import LogStream
 from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.cli.supervisor.forks.server import ServiceForks
+from kvmesh.cli.supervisor.nats import DISK_FULL, has_room
 from kvmesh.cli.supervisor.plan import CARDLESS, START_ORDER, STOP_ORDER, ProcessSpec
 from kvmesh.cli.supervisor.process import SupervisedProcess
 
@@ -16,6 +18,7 @@ EARLY_FAILURES = 3
 FIRST_STARTED = ("frontend",)  # their successors share the port meanwhile
 OWN_PROGRAM = ""
 USAGE_ERROR = 2
+ROOM_S = 5.0  # between looks for room on the disk of the NATS server
 
 
 class StartSteps(Protocol):
@@ -58,6 +61,7 @@ class SupervisedMesh:
         self._ready = False
         self._stop = asyncio.Event()
         self._failure = ""
+        self._stores_nothing = False  # the NATS server: its disk was full
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_retired: Callable[[str], None] | None = None
         self._trials: dict[SupervisedProcess, asyncio.Future[str]] = {}
@@ -180,7 +184,32 @@ class SupervisedMesh:
         return new
 
     def _supervised(self, spec: ProcessSpec) -> SupervisedProcess:
-        return SupervisedProcess(spec, self._log.line, self._on_exit, self._forks)
+        on_line = self._on_nats_line if spec.role == "nats" else self._log.line
+        return SupervisedProcess(spec, on_line, self._on_exit, self._forks)
+
+    def _on_nats_line(self, spec: ProcessSpec, line: str) -> None:
+        self._log.line(spec, line)
+        if DISK_FULL in line and not self._stores_nothing:
+            self._stores_nothing = True
+            self._spawn(self._restart_nats(), "restart of NATS")
+
+    async def _restart_nats(self) -> None:
+        """Once its disk has room: a server whose disk was full stores nothing until a restart."""
+        (server,) = self._with_role("nats")
+        while await self._goes_on(ROOM_S):
+            if has_room(server.spec):
+                self._log.note("the disk of NATS was full and has room: restarting the server", "W")
+                server.end()
+                break
+        await self._goes_on(ROOM_S)  # until it has logged its last
+        self._stores_nothing = False
+
+    async def _goes_on(self, wait_s: float) -> bool:
+        """Wait; False, maybe earlier, if the mesh stops."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._stop.wait()
+        return not self._stop.is_set()
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)

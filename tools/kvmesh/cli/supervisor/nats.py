@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +18,10 @@ MAX_PAYLOAD = 8 << 20
 SPARE_FILE_BYTES = 16 << 30
 SPARE_MEMORY_BYTES = 1 << 30
 SPARE_HEAP_BYTES = 192 << 20
+DISK_FULL = (
+    "no space left on device"  # in the server's log: it stores no more until it is restarted
+)
+ROOM_BYTES = 16 << 20
 
 
 def storage_bytes(streams: StreamSettings) -> tuple[int, int]:
@@ -63,6 +68,11 @@ def server_spec(settings: Settings, environ: Mapping[str, str]) -> ProcessSpec:
     write_private(config, server_config(port, token, folder / "jetstream", settings.streams))
     environment = server_environ(settings.streams, environ)
     return ProcessSpec("nats", "nats", (str(server), "-c", str(config)), environment)
+
+
+def has_room(spec: ProcessSpec) -> bool:
+    """True if the disk of the server's store has room again."""
+    return shutil.disk_usage(Path(spec.argv[-1]).parent).free >= ROOM_BYTES
 
 
 def server_path() -> Path:

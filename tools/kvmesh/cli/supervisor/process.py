@@ -150,6 +150,10 @@ class SupervisedProcess:
 
     def _terminate(self) -> None:
         self.record.stopping()
+        self.end()
+
+    def end(self) -> None:
+        """Send SIGTERM; the process starts again unless it is being stopped."""
         if self.record.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.record.pid, signal.SIGTERM)

@@ -9,9 +9,10 @@ from typing import TypeVar
 from aiohttp import StreamReader, hdrs, web
 from aiohttp.web_protocol import RequestPayloadError
 
+from kvmesh.bus.errors import BusError, cause
 from kvmesh.frontend import metrics
 from kvmesh.frontend.apis.base import ErrorShape
-from kvmesh.frontend.errors import ApiError, InvalidRequest
+from kvmesh.frontend.errors import ApiError, InvalidRequest, Unavailable
 from kvmesh.frontend.failure_log import log_failure
 from kvmesh.frontend.fair_threads import FairThreads
 from kvmesh.frontend.http.intake.codings import coding_of, decode_steps
@@ -140,9 +141,14 @@ def error_response(shape: ErrorShape, error: ApiError, request_id: str) -> web.R
 def internal_error(error: Exception, request_id: str) -> ApiError:
     """The error of an unexpected exception, which is logged and not shown to the client.
 
-    A RecursionError is the client's fault: its body is nested too deeply.
+    A RecursionError is the client's fault: its body is nested too deeply. One of the bus may pass,
+    and another frontend may have other permissions.
     """
     if isinstance(error, RecursionError):
         return InvalidRequest("The body is nested too deeply.")
+    if isinstance(error, BusError):
+        log.error("request %s: %s", request_id, cause(error))
+        text = "The message bus does not carry this request now; see the server's log."
+        return Unavailable(text)
     log.error("request %s: unexpected error", request_id, exc_info=error)
     return ApiError("internal", "Internal server error; see the server's log.")

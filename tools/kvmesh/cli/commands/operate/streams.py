@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         infos = await mesh_streams(bus)
         if not infos:
             raise NotFound("no streams")
-        changes = await differences(bus, stream_limits(settings.streams))
+        changes = differences(bus, stream_limits(settings.streams), infos)
         if arguments.action == "list":
             show_limits(infos)
             for change in changes:
