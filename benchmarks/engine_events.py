@@ -10,13 +10,17 @@ The builds take turns in one run, in an order that is reversed each round.
 """
 
 import asyncio
+import logging
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,18 +31,14 @@ import zmq
 from common import Report, cpu_seconds, median, parser
 from local_mesh import python_of
 
-from kvmesh.bus.messages import KvEvent
+from kvmesh.bus.messages import KvEvent, Sampling, Stored, Work
 from kvmesh.bus.metrics import BusCounts
 from kvmesh.bus.streams.publisher import KvPublisher
-from kvmesh.worker.adapters.kv_events.feed import EventFeed
-from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
-from kvmesh.worker.adapters.kv_events.salts import PromptSalts
 from kvmesh.worker.engine import EngineError, OutputDelta
 
 SIZE = 16  # tokens per block
 HELD = 16_384  # blocks, before evicting messages remove any
 PROMPT_BLOCKS = 256
-SALT = f"tenant-kvm{1:016x}"
 WAIT_S = 60.0
 INTERVAL_S = 0.01  # between batches of the KV stream
 # blocks of a message: messages per second, messages
@@ -83,7 +83,9 @@ CASES = [
 ]
 
 
-def stored(form: str, hashes: list[int], parent: int | None, tokens: list[int]) -> dict[str, Any]:
+def stored(
+    form: str, hashes: list[int], parent: int | None, tokens: list[int], salt: str
+) -> dict[str, Any]:
     event: dict[str, Any] = {
         "type": "BlockStored",
         "block_hashes": hashes,
@@ -94,8 +96,8 @@ def stored(form: str, hashes: list[int], parent: int | None, tokens: list[int]) 
         "medium": "GPU",
     }
     if form == "sglang":
-        return event | {"cache_salt": SALT}
-    keys = [[SALT] if parent is None else None, *([None] * (len(hashes) - 1))]
+        return event | {"cache_salt": salt}
+    keys = [[salt] if parent is None else None, *([None] * (len(hashes) - 1))]
     return event | {"lora_name": None, "extra_keys": keys, "group_idx": 0}
 
 
@@ -107,7 +109,7 @@ def removed(form: str, hashes: list[int]) -> list[dict[str, Any]]:
     return [event | {"block_hashes": [one], "group_idx": 0} for one in hashes]
 
 
-def messages(case: Case, seed: int) -> Iterator[bytes]:
+def messages(case: Case, salt: str, seed: int) -> Iterator[bytes]:
     """Prompts one after the other, each in as many messages as it takes."""
     random = Random(seed)
     low, high = (-(1 << 63), (1 << 63) - 1) if case.form == "sglang" else (0, (1 << 64) - 1)
@@ -117,7 +119,7 @@ def messages(case: Case, seed: int) -> Iterator[bytes]:
     while True:
         hashes = [random.randint(low, high) for _ in range(case.blocks)]
         tokens = random.choices(range(150_000), k=SIZE * case.blocks)
-        events = [stored(case.form, hashes, parent, tokens)]
+        events = [stored(case.form, hashes, parent, tokens, salt)]
         parent = hashes[-1]
         left -= case.blocks
         if left <= 0:
@@ -146,8 +148,10 @@ class Packer:
 
     def __init__(self) -> None:
         self.publisher: KvPublisher | None = None
+        self.blocks = 0
 
     def events(self, rank: int, events: list[KvEvent]) -> None:
+        self.blocks += sum(len(event.engine) // 8 for event in events if isinstance(event, Stored))
         if self.publisher is not None:
             self.publisher.add(rank, events)
 
@@ -173,21 +177,42 @@ class OpenBus:
         """Accept a batch."""
 
 
+def of_build(*modules: str) -> Any:
+    """The first of these modules of the adapters that the build has: they have moved."""
+    for name in modules:
+        with suppress(ModuleNotFoundError):
+            return import_module(f"kvmesh.worker.adapters.{name}")
+    raise RuntimeError(f"the build has none of {', '.join(modules)}")
+
+
 async def follow(endpoint: str) -> None:
-    """Follow the publisher; reply to each line of the input with what has arrived."""
+    """Follow the publisher; print the salt of a tenant, then what has arrived at each line read."""
+    logging.basicConfig(filename=os.devnull)
+    ledgers = of_build("kv_events.ledger", "cache_ledger")
+    salts = of_build("kv_events.salts", "cache_ledger").PromptSalts("m", SIZE)
+    feeds = of_build("kv_events.feed", "event_feed")
+    payloads = 0
+
+    class Feed(feeds.EventFeed):  # type: ignore[misc, name-defined]
+        def _on_payload(self, payload: bytes) -> None:
+            nonlocal payloads
+            payloads += 1
+            super()._on_payload(payload)
+
     sink = Packer()
-    ledger = CacheLedger(SIZE, PromptSalts("m", SIZE).root_salt)
-    feed = EventFeed(0, ledger, sink, endpoint)
+    feed = Feed(0, ledgers.CacheLedger(SIZE, salts.root_salt), sink, endpoint)
     bus: Any = OpenBus()
     publisher = sink.publisher = KvPublisher(bus, "s", "w", "i", INTERVAL_S, lambda rank: None)
     publisher.start()
     feed.start()
+    sampling = Sampling(max_tokens=1)
+    work = Work(request="r", frontend="f", tokens=b"", sampling=sampling, salt=1, tenant="tenant")
+    print(salts.cache_salt(work), flush=True)
     lines = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     while await lines.readline():
-        counts = feed.counts
-        print(sum(counts.kept), counts.malformed, publisher.published, flush=True)
+        print(sink.blocks, payloads, publisher.published, flush=True)
     await feed.close()
 
 
@@ -201,15 +226,17 @@ class Follower:
             stdout=subprocess.PIPE,
             text=True,
         )
+        assert self._process.stdout is not None
+        self.salt = self._process.stdout.readline().strip()
 
     def arrived(self) -> tuple[int, int]:
-        """Blocks and malformed messages so far."""
+        """Blocks and messages so far."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
-        kept, malformed, _ = map(int, self._process.stdout.readline().split())
-        return kept, malformed
+        blocks, payloads, _ = map(int, self._process.stdout.readline().split())
+        return blocks, payloads
 
     @property
     def cpu_s(self) -> float:
@@ -221,24 +248,24 @@ class Follower:
         self._process.wait(WAIT_S)
 
 
-def until(follower: Follower, blocks: int, malformed: int) -> None:
+def until(follower: Follower, blocks: int, payloads: int) -> None:
     """Wait for so many; raises RuntimeError where other numbers have arrived."""
     deadline = time.monotonic() + WAIT_S
-    while (found := follower.arrived()) != (blocks, malformed):
+    while (found := follower.arrived()) != (blocks, payloads):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{found} of {blocks, malformed} blocks and errors have arrived")
+            raise RuntimeError(f"{found} of {blocks, payloads} blocks and messages have arrived")
         time.sleep(0.1)
 
 
 def measure(case: Case, checkout: Path | None, seed: int) -> float:
     """CPU µs per block, or of a flood per message."""
     rate, count = case.pace
-    prepared = list(zip(range(count), messages(case, seed), strict=False))
     with tempfile.TemporaryDirectory() as folder, zmq.Context() as context:
         socket = context.socket(zmq.XPUB)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.bind(endpoint := f"ipc://{folder}/events")
         follower = Follower(checkout, endpoint)
+        prepared = list(zip(range(count), messages(case, follower.salt, seed), strict=False))
         try:
             if not socket.poll(int(WAIT_S * 1e3)):
                 raise RuntimeError("the follower does not subscribe; its checkout needs pyzmq")
@@ -249,7 +276,7 @@ def measure(case: Case, checkout: Path | None, seed: int) -> float:
             for number, payload in prepared:
                 time.sleep(max(0.0, started + number / rate - time.perf_counter()))
                 socket.send_multipart([b"", number.to_bytes(8, "big"), payload])
-            until(follower, 0 if case.fault else count * case.blocks, count if case.fault else 0)
+            until(follower, 0 if case.fault else count * case.blocks, count)
             spent = follower.cpu_s - before
         finally:
             follower.close()

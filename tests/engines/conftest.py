@@ -25,6 +25,8 @@ def vllm_environment() -> Iterator[None]:
         # several at once, which would all bind themselves to the same cores
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         patch.setenv("OMP_NUM_THREADS", "1")
+        # data-parallel ranks share the machine's memory node: vLLM 0.33 wants one for each
+        patch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "0")
         yield
 
 

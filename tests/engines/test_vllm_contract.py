@@ -12,8 +12,11 @@ import pytest
 from support.engines import prompt
 from support.vllm import ARGS, SIZE, work
 
+from kvmesh.bus.messages import Clear, encode
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import VllmSettings, WorkerSettings
+from kvmesh.worker.adapters.kv_events.cache_events import AllCleared, BlocksStored, CacheEvent
+from kvmesh.worker.adapters.kv_events.decoder import EventDecoder
 from kvmesh.worker.adapters.kv_events.subscriber import rank_endpoint
 from kvmesh.worker.adapters.request_streams import EngineUnavailable
 from kvmesh.worker.engine import EngineConfigError, EngineContext, EngineError, Rejected
@@ -265,3 +268,37 @@ def test_ranks_are_numbered_over_all_servers_of_a_deployment() -> None:
     assert "data_parallel_index" in publisher.partition("\n\n")[0]
     assert "engine_ranks_managed" in inspect.getsource(MPClient.__init__)
     assert "engine_idxs=self.engine_core.engine_ranks_managed" in inspect.getsource(AsyncLLM)
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_a_cleared_store_leaves_what_the_device_has(tiny_model: Path, disk: bool) -> None:
+    from support.event_streams.keys import PLAIN
+    from support.event_streams.record_vllm import FULL, HOST_BYTES
+    from support.event_streams.stream import Message, StreamWriter
+    from support.event_streams.vllm_cache import SmallScheduler
+
+    from kvmesh.worker.engines.vllm.retention.connector import _clear_stores
+
+    about = {"engine": "vllm", "version": "", "mode": "", "how": "", "model": "m"}
+    writer = StreamWriter(**about, block_size=32, counted=True)
+    extra: dict[str, Any] = {"cpu_bytes_to_use": HOST_BYTES}
+    if disk:
+        extra |= {"kv_offload_backend": "disk", "disk_path": "unused"}
+        extra["disk_capacity_bytes"] = HOST_BYTES
+    name = "SimpleCPUOffloadConnector"
+    connector = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    small = SmallScheduler(writer, tiny_model, [FULL], connector=connector)
+    try:
+        small.run(small.request(list(range(100)), PLAIN))
+        small.settle()
+        assert _clear_stores(small.scheduler, encode(Clear())) == {}
+        small.settle()
+    finally:
+        small.close()
+    decoder, found = EventDecoder(), list[CacheEvent]()
+    for step in writer.stream.steps:
+        if isinstance(step, Message):
+            found += decoder.decode(step.payload)
+    below = 2 if disk else 1
+    assert {each.tier for each in found if isinstance(each, BlocksStored)} == {0, below}
+    assert [each for each in found if isinstance(each, AllCleared)] == [AllCleared(below)]

@@ -13,7 +13,7 @@ from support.wait import eventually
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore"),
 ]
 HOST_BLOCKS = 12

@@ -21,7 +21,7 @@ from kvmesh.worker.capabilities import Tiered, execute_command
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),
 ]

@@ -19,7 +19,7 @@ from kvmesh.worker.engine import EngineConfigError, EngineContext, create_engine
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore"),
 ]
 

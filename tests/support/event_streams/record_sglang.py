@@ -11,7 +11,7 @@ from typing import Any
 import sglang
 
 from kvmesh.hashing import salt
-from support.event_streams.keys import MODEL, PLAIN, STRANGERS, TENANTS, Key
+from support.event_streams.keys import MODEL, PLAIN, STRANGERS, TENANTS, Key, tenant
 from support.event_streams.sglang_cache import SmallCache
 from support.event_streams.stream import StreamWriter
 
@@ -76,7 +76,7 @@ def record(
         block_size=page,
         model=MODEL,
         counted=False,
-        tenants=keys is TENANTS,
+        tenants=any(key.salt and key.cache_salt for key in keys),
     )
     random = Random(seed)
 
@@ -132,6 +132,9 @@ def main() -> None:
         prepare=_name_adapters,
         hicache="write_through",
     )
+    mixed: dict[str, Any] = {"hicache": "write_back", "prepare": _name_adapters, "lives": 2}
+    record("hicache-mixed", keys=_mixed(), **mixed)
+    record("hicache-mixed-draft", keys=_mixed(), eagle=True, **mixed)
 
 
 ADAPTERS = {"f" * 32: "lora-a", "e" * 32: "lora-b"}
@@ -141,6 +144,12 @@ def _adapters() -> tuple[Key, ...]:
     """Requests of adapters: SGLang names each load of one by an id in the request's extra key."""
     named = tuple(Key(salt(MODEL, name), None, lora) for lora, name in ADAPTERS.items())
     return (PLAIN, *named)
+
+
+def _mixed() -> tuple[Key, ...]:
+    """Requests of tenants, adapters, both, and of other clients."""
+    of_both = tenant("acme", 0xC3)._replace(extra_key=next(iter(ADAPTERS)))
+    return (*_adapters(), *TENANTS[1:], of_both, Key(0, "mine"))
 
 
 def _name_adapters(cache: SmallCache) -> None:

@@ -19,9 +19,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvmesh.hashing import salt
-from support.event_streams.keys import MODEL, PLAIN, STRANGERS, TENANTS, Key
+from support.event_streams.keys import MODEL, PLAIN, STRANGERS, TENANTS, Key, tenant
 from support.event_streams.stream import StreamWriter
-from support.event_streams.vllm_cache import ONE_LAYER, SIZE, SmallScheduler
+from support.event_streams.vllm_cache import BLOCK_BYTES, ONE_LAYER, SIZE, SmallScheduler
 from support.tiny import tiny_model
 
 FULL = FullAttentionSpec(block_size=SIZE, **ONE_LAYER)
@@ -36,8 +36,12 @@ ADAPTERS = (
     Key(salt(MODEL, "lora-a"), adapter="lora-a"),
     Key(salt(MODEL, "lora-b"), adapter="lora-b"),
 )
+MIXED = (
+    *(*ADAPTERS, *TENANTS[1:], Key(0, "mine", adapter="lora-b")),
+    tenant("acme", 0xC3)._replace(adapter="lora-a"),
+)
 GUESSES = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
-HOST_BYTES = 60 * 2 * SIZE * 32 * 4  # sixty blocks
+HOST_BYTES = 60 * BLOCK_BYTES
 
 
 class Life:
@@ -130,7 +134,7 @@ class Recorder:
             block_size=SIZE,
             model=MODEL,
             counted=True,
-            tenants=keys is TENANTS,
+            tenants=any(key.salt and key.cache_salt for key in keys),
         )
         random = Random(seed)
 
@@ -171,6 +175,7 @@ def main() -> None:
     record("choices", keys=TENANTS, request={"choices": 3, "answer": 3 * SIZE})
     record("embeddings", keys=TENANTS, request={"embeddings": True}, enable_prompt_embeds=True)
     record("images", request={"images": True})
+    record("mixed", keys=MIXED, request={"images": True} | long)
     record_offloading(record)
 
 
@@ -186,6 +191,13 @@ def record_offloading(record: Callable[..., None]) -> None:
         late = {"connector": _offloading(extra), "late": True, "blocks": 16, "resets": False}
         record(f"{name}-late", **late)
         record(f"{name}-late-tenants", keys=TENANTS, **late)
+    host = {"cpu_bytes_to_use": HOST_BYTES, "self_describing_kv_events": True}
+    mixed: dict[str, Any] = {"keys": MIXED, "request": {"images": True}, "resets": False}
+    record("mixed-offloading", connector=_offloading(host), late=True, blocks=16, **mixed)
+    record("simple-offloading", connector=_simple(), **mixed)
+    record("simple-offloading-lazy", connector=_simple(lazy_offload=True), blocks=20, **mixed)
+    file = {"kv_offload_backend": "disk", "disk_path": "unused", "disk_capacity_bytes": HOST_BYTES}
+    record("simple-offloading-disk", connector=_simple(**file), keys=TENANTS)
     record_disk(record, "disk", resets=False)
     record_disk(record, "disk-tenants", keys=TENANTS, resets=False)
     record_disk(record, "disk-restarts", keys=TENANTS, lives=2)
@@ -201,6 +213,11 @@ def record_disk(record: Callable[..., None], mode: str, **life: Any) -> None:
             "secondary_tiers": [{"type": "fs", "root_dir": files, "enable_kv_events": True}],
         }
         record(mode, connector=_offloading(extra), **life)
+
+
+def _simple(**extra: Any) -> dict[str, Any]:
+    extra["cpu_bytes_to_use"] = HOST_BYTES
+    return _offloading(extra) | {"kv_connector": "SimpleCPUOffloadConnector"}
 
 
 def _offloading(extra: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     DraftTokenIds,
@@ -29,6 +29,10 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
 )
 from vllm.v1.request import Request
+from vllm.v1.simple_kv_offload.metadata import (
+    SimpleCPUOffloadMetadata,
+    SimpleCPUOffloadWorkerMetadata,
+)
 from vllm.v1.structured_output import StructuredOutputManager
 
 from support.event_streams.stream import StreamWriter
@@ -50,6 +54,7 @@ EAGLE = SimpleNamespace(
     num_speculative_tokens_per_batch_size=None,
 )
 ONE_LAYER = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+BLOCK_BYTES = 2 * SIZE * 32 * 4
 
 
 class SmallScheduler:
@@ -94,7 +99,7 @@ class SmallScheduler:
             config.speculative_config = EAGLE
         caches = KVCacheConfig(
             num_blocks=blocks,
-            kv_cache_tensors=[],
+            kv_cache_tensors=[KVCacheTensor(blocks * BLOCK_BYTES, ["layer0"], 0, BLOCK_BYTES)],
             kv_cache_groups=[
                 KVCacheGroupSpec([f"layer{number}"], spec) for number, spec in enumerate(groups)
             ],
@@ -191,6 +196,13 @@ class SmallScheduler:
     def _transfers(self, planned: Any) -> KVConnectorOutput | None:
         """Copies from the host are done at once, those to it too unless they are `late`."""
         asked = planned.kv_connector_metadata
+        if isinstance(asked, SimpleCPUOffloadMetadata):
+            ended = {asked.store_event: 1} if asked.store_event >= 0 else {}
+            names = {name for ids in asked.load_event_to_reqs.values() for name in ids}
+            return KVConnectorOutput(
+                finished_recving=names or None,
+                kv_connector_worker_meta=SimpleCPUOffloadWorkerMetadata(ended),
+            )
         if asked is None or not hasattr(asked, "store_jobs"):
             return None
         done = OffloadingWorkerMetadata()
@@ -235,6 +247,10 @@ class SmallScheduler:
 
     def _below(self, request: Request, device: int) -> list[int]:
         """Tokens that the connector would load: from the host alone, then from files."""
+        simple = getattr(self.connector, "scheduler_manager", None)
+        if simple is not None:
+            found = self.connector.get_num_new_matched_tokens(request, device)[0]
+            return [0, found] if simple.kv_event_medium == "STORAGE" else [found, 0]
         secondary = list(getattr(self._offloading, "secondary_tiers", ()))
         if not secondary:
             return [self.connector.get_num_new_matched_tokens(request, device)[0] or 0, 0]

@@ -136,6 +136,15 @@ def test_a_store_that_does_not_confirm_is_told() -> None:
         assert (kept, events) == ({1: "OffloadingConnector did not clear it"}, [])
 
 
+def test_two_stores_of_one_name_are_both_cleared() -> None:
+    two = [connector("OffloadingConnector"), connector("OffloadingConnector")]
+    config = connector("MultiConnector", connectors=two)
+    for replies, kept in (((True, True), False), ((False, True), True), ((True, False), True)):
+        made = [OffloadingConnector(reply) for reply in replies]
+        assert (1 in clear_stores(scheduler(config, *made), Clear())[0]) == kept
+        assert all(one.resets for one in made)
+
+
 def test_a_vllm_without_connectors_has_no_stores() -> None:
     config = SimpleNamespace(kv_transfer_config=None)
     assert clear_stores(SimpleNamespace(vllm_config=config, connector=None), Clear()) == ({}, [])

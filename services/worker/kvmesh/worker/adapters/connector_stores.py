@@ -38,17 +38,20 @@ def clear_stores(scheduler: Any, command: Clear) -> tuple[dict[int, str], list[M
     cleared = []
     tiers = named_tiers(command)
     connectors = _connectors(scheduler.connector)
-    by_name = {base.__name__: one for one in connectors for base in type(one).__mro__}
     for store in stores:
         tier = store.tiers[0]
         if command.salt is not None or not store.clears or tier not in tiers:
             continue
-        connector = by_name.get(store.name)
-        if connector is None or not connector.reset_cache():
+        replies = [one.reset_cache() for one in connectors if _is_called(one, store.name)]
+        if not replies or not all(replies):
             kept[tier] = f"{store.name} did not clear it"
         else:
             cleared.append(MediumCleared(_MEDIA[tier]))
     return kept, cleared
+
+
+def _is_called(connector: Any, name: str) -> bool:
+    return any(base.__name__ == name for base in type(connector).__mro__)
 
 
 def _connectors(connector: Any) -> list[Any]:

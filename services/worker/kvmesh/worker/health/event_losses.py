@@ -53,8 +53,8 @@ def _losses(counts: LedgerCounts) -> Iterator[tuple[str, int, str]]:
         elif reason == "reset":
             yield (
                 *(reason, count),
-                "the engine has cleared its cache, and its KV events do not say whether its host"
-                " memory, too: the index has forgotten the blocks there",
+                "the engine has cleared its cache or restarted, and its KV events do not say what"
+                " its lower tiers have kept: the index has forgotten the blocks there",
             )
         elif reason == "never_removed":
             yield (

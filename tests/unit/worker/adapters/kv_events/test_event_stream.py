@@ -10,11 +10,13 @@ import pytest
 import pytest_asyncio
 import zmq
 import zmq.asyncio
+from support.recorder import Recorder
 from support.wait import eventually
 from support.zmq_publisher import EngineCache
 
 from kvmesh.worker.adapters.kv_events.cache_events import BlocksRemoved, BlocksStored
 from kvmesh.worker.adapters.kv_events.decoder import CLEARED, EventDecoder
+from kvmesh.worker.adapters.kv_events.feed import EventFeed
 from kvmesh.worker.adapters.kv_events.inbox import TURN, Inbox
 from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
 from kvmesh.worker.adapters.kv_events.salts import PromptSalts
@@ -38,6 +40,20 @@ def test_blocks_removed_one_by_one_and_alike_are_one_event() -> None:
         *CLEARED,
         BlocksRemoved([2]),
     ]
+
+
+async def test_a_restarted_engine_may_have_other_groups() -> None:
+    sink, books = Recorder(), CacheLedger(SIZE, PromptSalts("m", SIZE).root_salt)
+    feed = EventFeed(0, books, sink, "ipc:///unused")
+    whole, window = "full_attention", "sliding_window"
+    for kinds in ((whole, window), (window, whole)):
+        feed.clear()
+        for number, kind in enumerate(kinds):
+            event = CACHE.stored(list(range(8 if kind == whole else 4)))
+            event |= {"group_idx": number, "kv_cache_spec_kind": kind}
+            feed._on_payload(msgspec.msgpack.encode([0.0, [event], 0]))
+        assert len(books) == 2
+    await feed.close()
 
 
 def test_a_chunk_whose_copies_go_in_one_event_is_gone() -> None:

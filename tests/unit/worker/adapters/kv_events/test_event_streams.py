@@ -46,6 +46,7 @@ LIMITS: dict[str, tuple[set[str], str | None]] = {
     "sglang-draft-radix-cache": (DRAFT, "draft"),
     "sglang-draft-tenants": (DRAFT, "draft"),
     "sglang-hicache-draft": (DRAFT, "draft"),
+    "sglang-hicache-mixed-draft": (DRAFT, "draft"),
     "sglang-extra-keys": (MORE | {"less"}, None),
     "sglang-hybrid-windows": (MORE, None),
     "sglang-hybrid-windows-hicache": ({"nearer"}, None),
@@ -65,6 +66,7 @@ LIMITS: dict[str, tuple[set[str], str | None]] = {
     "vllm-offloading-reset": ({"less"}, "reset"),
     "vllm-offloading-described-reset": ({"less"}, "reset"),
     "vllm-disk-restarts": ({"less", "further"}, "reset"),
+    "vllm-simple-offloading-disk": ({"less"}, "reset"),
 }
 
 

@@ -91,9 +91,45 @@ def test_fields_that_an_engine_leaves_out_have_defaults() -> None:
         BlocksStored([(1 << 64) - 5, 7], None, pack(list(range(8))), SIZE)
     ]
     assert decode(["BlockRemoved", [-5]]) == [BlocksRemoved([(1 << 64) - 5])]
-    cleared = [AllCleared(0), AllCleared(1)]  # files outlive the engine's memory
+    cleared = [AllCleared(0), AllCleared(1, maybe=True)]
     assert decode(["AllBlocksCleared"], {"type": "AllBlocksCleared"}) == cleared * 2
     assert decode(["SomethingNew", 1, 2], {"type": "Other"}) == []
+
+
+@pytest.mark.parametrize(
+    ("locality", "tiers"), [(None, [0, 1]), ("LOCAL", [0, 1, 2]), ("REMOTE", [0, 1])]
+)
+def test_files_outlive_a_reset_unless_the_engine_uses_them_like_memory(
+    locality: str | None, tiers: list[int]
+) -> None:
+    event = CACHE.stored(list(range(8))) | {"medium": "STORAGE", "locality": locality}
+    found = decode(event, {"type": "AllBlocksCleared"})
+    assert [each.tier for each in found if isinstance(each, AllCleared)] == tiers
+
+
+def test_events_before_the_group_is_chosen_are_looked_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second look at each of them, in every later message, would take more and more time."""
+    decoder, looks = EventDecoder(), list[int]()
+    choose = decoder._choose_group
+
+    def counted(raws: list[Any]) -> bool:
+        looks.append(len(raws))
+        return choose(raws)
+
+    monkeypatch.setattr(decoder, "_choose_group", counted)
+
+    def decoded(kind: str, **fields: Any) -> list[CacheEvent]:
+        event = {"type": kind, "block_hashes": [7], "group_idx": 0, **fields}
+        return decoder.decode(msgspec.msgpack.encode([1.0, [event], 0]))
+
+    for _ in range(50):
+        assert decoded("BlockRemoved") == decoded("OfALaterVersion") == []
+    [*removed, one] = decoded("BlockStored", token_ids=[1], block_size=1)
+    assert looks == [1] * 101
+    assert isinstance(one, BlocksStored)
+    assert removed == [BlocksRemoved([7] * 50)]
 
 
 def test_digests_and_the_integers_made_of_them_are_one_hash() -> None:

@@ -240,6 +240,16 @@ def test_a_reset_leaves_files_and_names_the_hosts_blocks_that_it_may_have_left()
     book.apply(*CLEARED)
     assert book.tokens(PROMPT) == [0, 0, 16, 0]
     assert book.ledger.dropped == {"reset": [0, 4, 0, 0]}
+    book.apply(*host(PROMPT), AllCleared(1))  # of a clear that names the medium
+    assert book.tokens(PROMPT) == [0, 0, 16, 0]
+    assert book.ledger.dropped == {"reset": [0, 4, 0, 0]}
+
+
+def test_a_restart_names_the_files_that_the_engine_may_find_again() -> None:
+    book = Book()
+    book.apply(device(PROMPT), *host(PROMPT), *host(PROMPT, tier=2), *host(PROMPT, tier=3))
+    book.ledger.clear()
+    assert book.ledger.dropped == {"reset": [0, 0, 4, 4]}
 
 
 PROMPTS = [[first, *range(7 + 4 * first)] for first in range(5)]

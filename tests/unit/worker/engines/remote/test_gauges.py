@@ -41,6 +41,16 @@ def test_series_by_priority_are_parts_of_the_total() -> None:
     assert gauges_of([s for s in samples if s[1].get("priority") != ""], "m").running == 37
 
 
+def test_totals_of_one_label_are_split_by_another() -> None:
+    name = "sglang:num_running_reqs"
+    kinds = [("prefill", "", 5), ("prefill", "0", 4), ("prefill", "1", 1)]
+    kinds += [("decode", "", 3), ("decode", "0", 3), ("decode", "1", 0)]
+    samples = [series(name, n, engine_type=kind, priority=p) for kind, p, n in kinds]
+    assert gauges_of(samples, "m").running == 8
+    totals = [series(name, n, priority=p) for p, n in (("", 8), ("0", 7), ("1", 1))]
+    assert gauges_of([*samples, *totals], "m").running == 8
+
+
 @pytest.mark.parametrize("label", ["dp_rank", "engine"])
 def test_data_parallel_ranks_add_up(label: str) -> None:
     name = {"dp_rank": "sglang:num_running_reqs", "engine": "vllm:num_requests_running"}[label]
@@ -48,6 +58,7 @@ def test_data_parallel_ranks_add_up(label: str) -> None:
     samples = [series(name, n, **{label: str(n)}, tp_rank=str(tp)) for n in (1, 2) for tp in (0, 1)]
     samples += [series(usage, n / 4, **{label: str(n)}) for n in (1, 2)]
     assert gauges_of(samples, "m") == Gauges(3, None, 0.375)
+    assert gauges_of([*samples, series(name, 3)], "m").running == 3  # the total beside them
 
 
 @pytest.mark.parametrize(("named", "model"), [("m", "m"), ("m", "an-alias"), ("", "m")])

@@ -43,9 +43,10 @@ class BlocksRemoved(Struct, frozen=True):
 
 
 class AllCleared(Struct, frozen=True):
-    """All blocks of `tier` (None: of every tier) are gone."""
+    """All blocks of `tier` (None: of every tier) are gone, or `maybe`: the engine does not say."""
 
     tier: int | None = None
+    maybe: bool = False
 
 
 class BlocksMoved(Struct, frozen=True):

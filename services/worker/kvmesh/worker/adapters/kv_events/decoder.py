@@ -11,6 +11,8 @@ one block less in the engine than in the index: SGLang publishes pairs of neighb
 `lookahead_token_ids`.
 
 An `AllBlocksCleared` with a `medium`, which kvmesh's connector publishes, is of that medium alone.
+Without one it is of device and host memory, and of a disk that the engine uses like memory: files
+that outlive the engine are told without `locality`, or as remote.
 """
 
 from collections import deque
@@ -32,12 +34,12 @@ from kvmesh.worker.adapters.kv_events.cache_events import (
 from kvmesh.worker.adapters.kv_events.images import image_key, with_image_tokens
 from kvmesh.worker.adapters.kv_events.salts import returned_salt
 
-REMOTE = 3  # the tier
+DISK, REMOTE = 2, 3  # tiers
 EARLY_EVENTS = 8_192
 # limits of what the index can know of an engine
 DRAFT = "draft"
 WINDOWS = "windows"
-CLEARED = (AllCleared(0), AllCleared(1))  # an engine's files outlive its memory
+CLEARED = (AllCleared(0), AllCleared(1, maybe=True))
 _STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
 _FIELDS = {
     "BlockStored": (*_STORED, "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind"),
@@ -114,17 +116,20 @@ class EventDecoder:
         self._group: int | None = None
         self._is_whole = False  # the group caches whole prefixes
         self._early = deque[EngineEvent](maxlen=EARLY_EVENTS)  # before the group is chosen
+        self._cleared: tuple[AllCleared, ...] = CLEARED
         self.limits: set[str] = set()
 
     def decode(self, payload: bytes) -> list[CacheEvent]:
         """The events of one message, without unknown kinds; raises MalformedEvents."""
         found: list[CacheEvent] = []
         faults: list[Exception] = []
-        raws = [*self._early, *_events_of(payload, faults)]
-        self._early.clear()
+        raws = _events_of(payload, faults)
         self._note_draft(raws)
         if not self._is_whole and self._choose_group(raws):
             found.append(AllCleared())
+        if self._early and self._group is not None:
+            raws = [*self._early, *raws]
+            self._early.clear()
         before: EngineEvent | None = None
         for raw in raws:
             group = raw.group_idx
@@ -135,7 +140,8 @@ class EventDecoder:
                 except _MALFORMED as error:
                     faults.append(error)
             elif self._group is None:
-                self._early.append(raw)
+                if raw.type in ("BlockStored", "BlockRemoved"):
+                    self._early.append(raw)
             else:
                 self.limits.add(WINDOWS)
         if faults:
@@ -145,7 +151,10 @@ class EventDecoder:
     def _add(self, found: list[CacheEvent], raw: EngineEvent, before: EngineEvent | None) -> None:
         """Append the event; blocks removed alike join, since vLLM publishes an event for each."""
         if raw.type == "BlockStored":
-            found.append(_stored(raw))
+            stored = _stored(raw)
+            found.append(stored)
+            if raw.locality == "LOCAL" and stored.tier == DISK:
+                self._cleared = (*CLEARED, AllCleared(DISK, maybe=True))
         elif raw.type == "BlockRemoved":
             hashes = folded_hashes(raw.block_hashes)
             last = found[-1] if before is not None and _removed_alike(before, raw) else None
@@ -157,7 +166,7 @@ class EventDecoder:
                 found.append(BlocksRemoved(hashes, tier, raw.reason, raw.request, source))
         elif raw.type == "AllBlocksCleared":
             self._early.clear()
-            found += (AllCleared(_tier(raw)),) if raw.medium else CLEARED
+            found += (AllCleared(_tier(raw)),) if raw.medium else self._cleared
 
     def _note_draft(self, raws: list[EngineEvent]) -> None:
         """Note by the first stored blocks that the engine has a draft model."""

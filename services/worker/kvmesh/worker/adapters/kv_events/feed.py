@@ -68,6 +68,7 @@ class EventFeed:
 
     def clear(self) -> None:
         """Clear the ledger and the index: the engine has restarted with an empty cache."""
+        self._decoder = EventDecoder()
         self._publish(self.ledger.clear())
 
     def _on_payload(self, payload: bytes) -> None:

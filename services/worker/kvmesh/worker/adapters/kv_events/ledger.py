@@ -43,7 +43,7 @@ SIZE = "block_size"  # not that of the model's blocks
 PART = "part_of_block"  # beside whole blocks, as vLLM tells of a hybrid model's states
 TOKENS = "tokens"  # the event has more or fewer than its blocks
 UNKNOWN = "unknown_position"  # no event has said what precedes the block
-RESET = "reset"  # the engine may have kept it below when it cleared its memory
+RESET = "reset"  # the engine may have kept it below when it cleared its memory or restarted
 OLD = "never_removed"  # the oldest of a tier of which the engine reports no removals
 
 Run: TypeAlias = tuple[int | None, bytes, bytes, int, int | None]  # a `Stored` after its tier
@@ -110,7 +110,9 @@ class CacheLedger:
         return events
 
     def clear(self) -> list[KvEvent]:
-        """Clear the ledger after a restart of the engine."""
+        """Clear the ledger after a restart of the engine, which may find its files again."""
+        for tier in range(2, TIERS):
+            self._drop(RESET, tier, self._blocks.held(tier))
         events = self._clear(AllCleared())
         self._blocks.forget()
         return events
@@ -281,9 +283,9 @@ class CacheLedger:
         return parts
 
     def _clear(self, event: AllCleared) -> list[KvEvent]:
-        if event.tier == 1 and self._counted:
-            self._drop(RESET, 1, self._blocks.held(1))
         for tier in range(TIERS) if event.tier is None else (event.tier,):
+            if event.maybe and self._counted:
+                self._drop(RESET, tier, self._blocks.held(tier))
             self._blocks.clear(tier)
         for tier, count in self._waiting.clear(event.tier).items():
             self._drop(UNKNOWN, tier, count)

@@ -115,12 +115,14 @@ def _ranks(
 
     The processes of a rank (labels `…_rank`, `pid`) repeat its value. A label that differs among
     other series splits it: SGLang splits a total by priority and repeats it without one, `joined`
-    makes one value of parts without a total.
+    makes one value of parts without a total. Beside ranks, one without a rank is their total.
     """
     ranks: dict[str | None, list[Sample]] = {}
     for sample in _of_model(samples, model):
         rank = next((sample[1][name] for name in _RANKS if name in sample[1]), None)
         ranks.setdefault(rank, []).append(sample)
+    if len(ranks) > 1:
+        ranks.pop(None, None)
     return [_value(of_rank, joined) for of_rank in ranks.values()]
 
 
@@ -136,5 +138,12 @@ def _value(samples: list[Sample], joined: Callable[[Iterable[float]], float]) ->
     for _, labels, value in samples:
         part = tuple(labels.get(name, "") for name in splits)
         parts[part] = max(value, parts.get(part, value))
-    total = parts.get(("",) * len(splits))
-    return joined(parts.values()) if total is None else total
+    for _ in splits:
+        others: dict[tuple[str, ...], dict[str, float]] = {}
+        for (first, *rest), value in parts.items():
+            others.setdefault(tuple(rest), {})[first] = value
+        parts = {
+            rest: values[""] if "" in values else joined(values.values())
+            for rest, values in others.items()
+        }
+    return parts[()]

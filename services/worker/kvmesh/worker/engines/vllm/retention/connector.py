@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from vllm.distributed.kv_events import KVEventBatch
+from vllm.distributed.kv_events import AllBlocksCleared, KVEventBatch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -416,10 +416,15 @@ def _install_command(connector: KvmeshRetentionConnector) -> None:
 
 
 def _clear_stores(scheduler: Any, packed: bytes) -> dict[int, str]:
-    """Clear the stores of the other connectors; returns why blocks in some tiers are left."""
+    """Clear the stores of the other connectors; returns why blocks in some tiers are left.
+
+    A store's own event of it (SimpleCPUOffloadConnector's) reads as one of the device memory.
+    """
     kept, cleared = clear_stores(scheduler, _commands.decode(packed))
     if cleared:
-        _publish_events(scheduler, [*scheduler.connector.take_events(), *cleared])
+        events = scheduler.connector.take_events()
+        told = [event for event in events if not isinstance(event, AllBlocksCleared)]
+        _publish_events(scheduler, [*told, *cleared])
     return kept
 
 
