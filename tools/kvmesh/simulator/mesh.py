@@ -94,7 +94,7 @@ class Simulation:
             options.speculative_tokens,
         )
         self._unfinished_before = [len(round_.after) for round_ in workload.rounds]
-        self._successors: dict[int, list[int]] = {}
+        self._successors: list[tuple[int, ...]] = [()] * len(workload)
         self.routers = SimulatedRouters(
             self.clock,
             MODEL,
@@ -335,7 +335,7 @@ class Simulation:
         arrivals: list[tuple[float, Action]] = []
         for index, round_ in enumerate(self.workload.rounds):
             for before in round_.after:
-                self._successors.setdefault(before, []).append(index)
+                self._successors[before] += (index,)
             if not round_.after:
                 arrivals.append((round_.at_s / self.options.speed, partial(self._arrive, index)))
         self.clock.plan(arrivals)
@@ -525,7 +525,7 @@ class Simulation:
                 self.nodes.release(session)
         self._remaining -= 1
         self._progress()
-        for successor in self._successors.pop(index, ()):
+        for successor in self._successors[index]:
             self._unfinished_before[successor] -= 1
             if not self._unfinished_before[successor]:
                 delay = self.workload.rounds[successor].at_s / self.options.speed
