@@ -108,6 +108,16 @@ async def test_a_request_that_crashes_two_engines_gets_work_to_no_third(
     assert not c.works
 
 
+async def test_an_error_says_what_the_last_worker_that_was_asked_said(
+    stage: Stage, workers: list[ScriptedWorker]
+) -> None:
+    a = workers[0]
+    stage.router.order, a.status = [a.instance], "overheated"
+    status, answer = await stage.client.post(CHAT, body())
+    assert status == 503
+    assert f"(the last one asked, {a.instance}: overheated)" in answer["error"]["message"]
+
+
 async def test_frozen_workers_are_passed_over_and_no_request_is_blamed(
     stage: Stage, workers: list[ScriptedWorker]
 ) -> None:

@@ -169,7 +169,8 @@ class Dispatcher:
                 retry_until = None
             left = state.deadline - self._loop.time()
             if left <= 0:
-                raise ApiError("timeout", "No worker was free in time.", retry_after=1.0)
+                text = f"No worker was free in time{_last_word(task)}."
+                raise ApiError("timeout", text, retry_after=1.0)
             reply = await self._query_router(task, left)
             if isinstance(reply, Routed):
                 state.routed = reply
@@ -272,6 +273,7 @@ class Dispatcher:
             raise InvalidRequest(f"The engine refused the request: {offered.reason}")
         leaves = offered.status == "draining" and not self._waker.may_idle(task.model)
         state.refused = state.refused or offered.status == "busy" or leaves
+        state.turned_away = f"{instance}: {offered.reason or offered.status}"
         if offered.status == "silent":
             self._blame(stream, stream, "vanished")
         elif offered.status in ("away", "unloaded"):
@@ -386,6 +388,7 @@ class Dispatcher:
         if len(stream.tokens) >= task.prepared.max_tokens:
             stream.stop("length")
             return
+        state.turned_away = f"{stream.instance}: {stream.lost}"
         self._extend(task)
         state.exclude = [stream.instance]
         state.migration = task.span.child(names.MIGRATION)
@@ -414,6 +417,12 @@ def _route_request(
     )
 
 
+def _last_word(task: SequenceTask) -> str:
+    """The reason why the last worker that was asked did not go on, for the end of an error."""
+    said = task.dispatch.turned_away
+    return f" (the last one asked, {said})" if said else ""
+
+
 def _raise_refusal(refused: Refused, task: SequenceTask, may_retry: bool) -> None:
     """Raise the client's error for a refusal, unless the query is to be repeated."""
     after = refused.retry_after_s
@@ -422,7 +431,7 @@ def _raise_refusal(refused: Refused, task: SequenceTask, may_retry: bool) -> Non
     if refused.code == "overloaded":
         raise Overloaded(refused.reason, after)
     if refused.code == "deadline":
-        raise ApiError("timeout", refused.reason, retry_after=after)
+        raise ApiError("timeout", refused.reason + _last_word(task), retry_after=after)
     if refused.code == "no_workers" and task.dispatch.refused:
         raise Overloaded(f"Every worker of `{task.model}` is busy.", after)
     if not may_retry and refused.code != "no_workers":
@@ -431,7 +440,8 @@ def _raise_refusal(refused: Refused, task: SequenceTask, may_retry: bool) -> Non
         param = f"nvext.{refused.param}"
         raise InvalidRequest(f"`{param}`: {refused.reason}", param, code="constraint_unmet")
     if not may_retry or (refused.unmet and not task.dispatch.avoided):
-        raise Unavailable(f"No worker serves `{task.model}` now: {refused.reason}", after)
+        reason = refused.reason + _last_word(task)
+        raise Unavailable(f"No worker serves `{task.model}` now: {reason}", after)
 
 
 def _extended(prompt: PromptTokens, generated: list[int], block_size: int) -> PromptTokens:

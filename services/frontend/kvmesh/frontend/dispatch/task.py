@@ -23,7 +23,8 @@ class DispatchState:
     tokens generated before a migration. `handoff` locates the KV that a prefill worker has
     computed. `began` is the start of the dispatch on the loop's clock; `route_s` is the time in
     queries of routers, of which `wait_s` in their queues and `index_s` for the index.
-    `migration` is the span of a migration in progress.
+    `migration` is the span of a migration in progress. `turned_away` says why the last worker that
+    was asked did not go on, empty if none was.
     """
 
     deadline: float
@@ -41,6 +42,7 @@ class DispatchState:
     wait_s: float = 0.0
     index_s: float = 0.0
     migration: TraceSpan = NO_SPAN
+    turned_away: str = ""
 
 
 @dataclass(frozen=True, eq=False)
