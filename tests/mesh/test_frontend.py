@@ -132,7 +132,7 @@ async def test_a_whole_answer_states_text_finish_and_usage(stage: Stage) -> None
     pending = asyncio.create_task(stage.client.post(CHAT, body(max_tokens=50)))
     work = await stage.a.work()
     tokens = ids("Good day 🧿 to you")
-    await stage.a.send(work, Chunk(work.request, 0, tokens[:2], cached=[16, 0]))
+    await stage.a.send(work, Chunk(work.request, 0, tokens[:2], cached=[4, 0]))
     await stage.a.send(work, Chunk(work.request, 2, tokens[2:], finish="stop"))
     status, answer = await pending
     assert status == 200
@@ -141,7 +141,7 @@ async def test_a_whole_answer_states_text_finish_and_usage(stage: Stage) -> None
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] == len(tokens)
     assert answer["usage"]["prompt_tokens"] == len(work.tokens) // 4
-    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
     assert work.sampling.max_tokens == 50
 
 
@@ -178,14 +178,14 @@ async def test_names_of_unknown_models_become_no_labels(stage: Stage) -> None:
 async def test_the_outcome_of_a_request_is_published(stage: Stage) -> None:
     pending = asyncio.create_task(stage.client.post(CHAT, body()))
     work = await stage.a.work()
-    await stage.a.send(work, Chunk(work.request, 0, [300], cached=[16]))
+    await stage.a.send(work, Chunk(work.request, 0, [300], cached=[4]))
     await eventually(lambda: SeqPrefilled(attempt(work)) in stage.sequence_events)
     await stage.a.send(work, Chunk(work.request, 1, [300], finish="stop"))
     await pending
     of_this = await eventually(lambda: [o for o in stage.outcomes if o.request == attempt(work)])
     outcome = of_this[0]
     assert outcome.instance == stage.a.instance
-    assert (outcome.cached_tokens, outcome.output_tokens, outcome.finish) == (16, 2, "stop")
+    assert (outcome.cached_tokens, outcome.output_tokens, outcome.finish) == (4, 2, "stop")
     assert outcome.ttft_s is not None
     await eventually(lambda: SeqFree(attempt(work)) in stage.sequence_events)
     assert stage.a.cancelled == []

@@ -221,7 +221,8 @@ async def complete(
 ) -> tuple[Work, Any]:
     """A request that `a` answers; its work and the answer."""
     number = len(stage.a.works)
-    sent = {"model": MODEL, "max_tokens": 99, **body}
+    limit = "max_output_tokens" if path.endswith("/responses") else "max_tokens"
+    sent = {"model": MODEL, limit: 99, **body}
     pending = asyncio.create_task(stage.client.post(path, sent, **bearer(key), **headers))
     work = await stage.a.work(number)
     ids = TOKENIZER.encode(output, add_special_tokens=False).ids

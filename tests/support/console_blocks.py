@@ -13,7 +13,7 @@ _BLOCK = re.compile(r"^```console[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CANNOT = {
     r"^kubectl |^for role |^helm |--statefulset": "needs a Kubernetes cluster",
     r"\bdocker ": "needs a Docker daemon; the tests of containers run it",
-    r"^(\S+=\S+ )*(claude|codex|pi|qwen|cn)\b": "needs an agent of npm: `make agents`",
+    r"^(\S+=\S+ )*(claude|codex|pi|qwen|cn|copilot)\b": "needs an agent of npm: `make agents`",
     r"^make |make agents": "is a test itself",
     r"\bpip install|^git clone|-m venv": "installs packages",
     r"/etc/kvmesh|^nats-server|/run/user": "writes to folders of the system",
