@@ -276,6 +276,11 @@ async def test_store_returns_once_stored_and_raises_otherwise(bus: Bus) -> None:
 
 async def test_a_reader_replays_then_follows(bus: Bus) -> None:
     await free(bus, "a", "b")
+
+    async def stored() -> bool:  # JetStream stores after the server has read
+        return (await bus.js.stream_info(bus.subjects.seq_stream)).state.messages == 2
+
+    await eventually(stored)
     reading = CollectingReader(bus, Start())
     await reading.reader.open()
     await asyncio.wait_for(reading.reader.caught_up.wait(), PATIENCE_S)

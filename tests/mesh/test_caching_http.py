@@ -28,7 +28,14 @@ from support.nats import NatsServer
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import MessageDecoder, SeqBatch, SeqFree
+from kvmesh.bus.messages import (
+    Decision,
+    MessageDecoder,
+    OverlapQuery,
+    OverlapReply,
+    SeqBatch,
+    SeqFree,
+)
 from kvmesh.cli.explain import find_events, own_id
 from kvmesh.observer.prefetch_uses import PrefetchUses
 
@@ -100,6 +107,18 @@ class Stage:
             )
 
         await eventually(shown, what="the decisions and the outcome")
+
+    async def indexed(self, prefetch: str) -> bool:
+        """True once the index knows the blocks of a prefetched prompt."""
+        for decision in await find_events(self.bus, own_id(prefetch), None):
+            if isinstance(decision, Decision):
+                query, index = (
+                    OverlapQuery([decision.sequence_hashes]),
+                    self.bus.subjects.index(MODEL),
+                )
+                found = await self.bus.request(index, query, MessageDecoder(OverlapReply), 10)
+                return any(found.rows)
+        return False
 
 
 def worker(content: Content) -> str:
@@ -352,6 +371,7 @@ async def test_a_prefetched_prompt_is_cached_in_the_engine(stage: Stage, api: Ap
         return bool(pin["affected"] >= pin["requested"] - 1)
 
     await eventually(done, what="the prompt is computed")
+    await eventually(partial(stage.indexed, fetched["id"]), what="the index knows it")
     content = await stage.send(api, body, **tenant)
     assert worker(content) == fetched["instance"]
     assert content.prompt == fetched["tokens"]
