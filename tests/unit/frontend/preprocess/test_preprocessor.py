@@ -20,7 +20,7 @@ from kvmesh.frontend.errors import ContextExceeded, InvalidRequest
 from kvmesh.frontend.models import Dialect, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess import limits
-from kvmesh.frontend.preprocess.limits import MAX_OUTPUT_BYTES, counted_tokens
+from kvmesh.frontend.preprocess.limits import MAX_OUTPUT_BYTES, check_tokens, counted_tokens
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.frontend.tokenizer.text_slices import MAX_RUN, SLICE
 from kvmesh.hashing import FIRST_IMAGE_TOKEN
@@ -199,3 +199,13 @@ async def test_ids_that_no_vocabulary_has_are_refused(api: str, token: int) -> N
         sent["nvext"] = {"token_data": ids}
     with pytest.raises(InvalidRequest):
         await prepared(request_of(api, sent))
+
+
+@pytest.mark.parametrize(
+    ("ids", "vocabulary"), [([-1], 8), ([8], 8), ([1 << 31], 1 << 40), ([1 << 32], 1 << 40)]
+)
+def test_no_vocabulary_has_the_ids_that_name_images(ids: list[int], vocabulary: int) -> None:
+    """A model's files state its size, and may state any."""
+    check_tokens([0, 7], vocabulary, "prompt")
+    with pytest.raises(InvalidRequest, match=f"`prompt`: token {ids[0]} is not in"):
+        check_tokens([7, *ids], vocabulary, "prompt")

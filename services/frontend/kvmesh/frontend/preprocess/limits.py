@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ContextExceeded, InvalidRequest
+from kvmesh.hashing import FIRST_IMAGE_TOKEN
 
 MAX_PROMPT_BYTES = 64 << 20  # packed tokens of a request, one prompt per choice
 MAX_OUTPUT_BYTES = 256 << 20  # memory for the output of a request, all choices together
@@ -19,8 +20,11 @@ def counted_tokens(context: int) -> int:
 
 
 def check_tokens(ids: Collection[int], vocabulary: int, field: str) -> None:
-    """Raises InvalidRequest for ids beyond the vocabulary, in a `field` of the body."""
-    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+    """Raises InvalidRequest for ids beyond the vocabulary, in a `field` of the body.
+
+    Ids that name the content of images are beyond any, whatever the model's files state.
+    """
+    if ids and not 0 <= min(ids) <= max(ids) < min(vocabulary, FIRST_IMAGE_TOKEN):
         beyond = max(ids) if min(ids) >= 0 else min(ids)
         reason = f"`{field}`: token {beyond} is not in the model's vocabulary."
         raise InvalidRequest(reason, field)
