@@ -66,7 +66,7 @@ async def test_creation_succeeds_once_a_silent_server_is_back(
 
 
 async def test_a_timeout_reports_its_cause(bus: Bus) -> None:
-    with pytest.raises(SecretUnusable, match=r"not within 0\.3 s: .*Bucket") as error:
+    with pytest.raises(SecretUnusable, match=r"cannot be read within 0\.3 s: .*Bucket") as error:
         await shared_secret(bus, "missing", "name", SIZE, patience_s=0.3)
     assert not error.value.configured
     assert "the secret name in bucket missing" in str(error.value)

@@ -83,7 +83,7 @@ async def shared_secret(
                     reason = cause(error)
                 await asyncio.sleep(backoff.delay())
     except TimeoutError as error:
-        why = f"not within {patience_s:g} s: {reason or 'JetStream does not reply'}"
+        why = f"within {patience_s:g} s: {reason or 'JetStream does not reply'}"
         raise _unusable(bucket, name, f"cannot be read {why}") from error
     except BusError as error:
         raise _unusable(bucket, name, f"cannot be read: {cause(error)}") from error

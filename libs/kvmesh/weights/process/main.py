@@ -49,7 +49,7 @@ from kvmesh.weights.process.other_copies import OtherCopies
 from kvmesh.weights.process.own_files import OwnFiles
 
 log = logging.getLogger(__name__)
-NICE_FETCHING, NICE_SERVING = 10, 19
+NICE = 10  # a tenth of a core on a busy machine, to answer and to take what the engine needs
 LOWER_EFFORT = 0x04  # IP type of service: the code point of RFC 8622
 COUNTS_S = 1.0
 SWEEP_S = 60.0
@@ -193,8 +193,6 @@ class WeightsProcess:
             background.start(_add_nixl(transport, offers), "start of NIXL")
         try:
             await taker.run()
-            os.nice(NICE_SERVING - NICE_FETCHING)
-            _schedule("SCHED_IDLE")
             await self._runs.wait()
             await taker.engine_runs()
             await asyncio.Event().wait()
@@ -234,8 +232,9 @@ class WeightsProcess:
 
 def main() -> None:
     """Serve the parent on standard input and output until it closes them, then exit."""
-    os.nice(NICE_FETCHING)
-    _schedule("SCHED_BATCH")
+    os.nice(NICE)
+    with suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a stray print must not end up among the frames
     first = read_frame(source)
@@ -291,12 +290,6 @@ def _listen(
         except (msgspec.MsgspecError, ValueError, OSError) as error:
             log.warning("the parent sends nonsense: %s", error)
         loop.call_soon_threadsafe(running.cancel)
-
-
-def _schedule(policy: str) -> None:
-    """Run only when others do not, where the system permits it."""
-    with suppress(OSError, AttributeError):
-        os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
 
 
 if __name__ == "__main__":

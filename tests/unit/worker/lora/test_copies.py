@@ -26,7 +26,12 @@ class Node:
         self.served: set[str] = set()
         self.loaded: set[str] = set()
         self.fetches = 0
-        self.copies = AdapterCopies(self, self.loaded.__contains__)
+        self.refused = 0
+        self.offered_late = asyncio.Event()
+        self.copies = AdapterCopies(self, self.loaded.__contains__, self.on_offered)
+
+    async def on_offered(self) -> None:
+        self.offered_late.set()
 
     def store(self) -> WeightStore:
         return WeightStore(self.directory, self.max_bytes)
@@ -45,6 +50,9 @@ class Node:
         raise WeightsLost("nobody has it")
 
     async def offer(self, copy: StoredCopy) -> None:
+        if self.refused:
+            self.refused -= 1
+            raise WeightsLost("JetStream does not reply")
         self.served.add(copy.manifest.digest)
 
     def withdraw(self, digest: str) -> None:
@@ -148,6 +156,37 @@ async def test_pickles_and_full_stores_leave_the_adapter_where_it_is(
     assert "only safetensors files travel" in caplog.text
     with pytest.raises(StoreFull):
         full.store().scratch(11)
+
+
+async def test_what_nobody_could_be_told_of_is_offered_later(
+    source: Node,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(copies, "FIRST_DELAY_S", 0.01)
+    source.refused = 3
+    path = write_adapter(tmp_path / "poet")
+    source.loaded.add(identity := adapter_identity("poet", read_adapter(path).digest))
+    await source.offers("poet", path)
+    assert source.copies.files == []
+    shutil.rmtree(path)
+    await source.offered_late.wait()
+    assert [files.adapter for files in source.copies.files] == [identity]
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        f"adapter {identity} is not offered to other workers yet: JetStream does not reply"
+    ]
+    await source.copies.close()
+
+
+async def test_an_adapter_that_is_unloaded_meanwhile_is_not_offered(
+    source: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "FIRST_DELAY_S", 0.01)
+    source.refused = 1
+    await source.offers("poet", write_adapter(tmp_path / "poet"))
+    await asyncio.gather(*(t for t in asyncio.all_tasks() if t.get_name() == "offer adapter"))
+    assert (source.copies.files, source.served) == ([], set())
 
 
 async def test_two_names_of_one_content_are_withdrawn_one_by_one(

@@ -59,6 +59,9 @@ class OneStore:
     def withdraw(self, digest: str) -> None: ...
 
 
+async def offered() -> None: ...
+
+
 class Adapters:
     """A manager with two places, whose adapters have the users of `users`."""
 
@@ -70,7 +73,7 @@ class Adapters:
         self.during_yield: Callable[[], None] = lambda: None
         engine: Engine = self.engine  # type: ignore[assignment]
         exchange = OneStore(folder / "store")
-        self.source = AdapterCopies(exchange, lambda _: True)
+        self.source = AdapterCopies(exchange, lambda _: True, offered)
         self.manager = AdapterManager(
             engine,
             "e",

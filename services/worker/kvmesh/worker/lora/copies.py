@@ -5,13 +5,15 @@ import logging
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
 
+from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.messages import AdapterFiles, adapter_identity, adapter_name
+from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.weights.errors import WeightsError
 from kvmesh.weights.manifest import FileEntry, Manifest, chunk_digests
 from kvmesh.weights.store import WeightStore
@@ -28,6 +30,7 @@ from kvmesh.worker.lora.folder import (
 log = logging.getLogger(__name__)
 MAX_COPIES = 128  # of one worker: each takes a subscription, and a line on its card
 FILES = [CONFIG, SAFETENSORS]
+FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0  # between attempts to offer a copy
 
 
 class CopyExchange(Protocol):
@@ -62,9 +65,16 @@ class AdapterCopies:
     `loaded(identity)` is true of those that the engine may read.
     """
 
-    def __init__(self, exchange: CopyExchange, loaded: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        exchange: CopyExchange,
+        loaded: Callable[[str], bool],
+        on_offered: Callable[[], Awaitable[None]],
+    ) -> None:
         self._exchange = exchange
         self._loaded = loaded
+        self._on_offered = on_offered
+        self._tasks = BackgroundTasks()
         self._held: OrderedDict[str, _Held] = OrderedDict()
         self._load_s: dict[str, float] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -114,21 +124,54 @@ class AdapterCopies:
         return folder
 
     async def offer(self, identity: str, folder: AdapterFolder) -> None:
-        """Copy an adapter's folder into the store, and offer it; a failure is logged."""
+        """Copy an adapter's folder into the store, and offer it; a failure is logged.
+
+        What others cannot be told of yet is offered later if it is still loaded: `on_offered` is
+        awaited then.
+        """
         async with self._lock(identity):
             if identity in self._held:
                 return
             try:
                 copy, stored = await asyncio.to_thread(_store_folder, self._exchange, folder)
-                try:
-                    await self._exchange.offer(copy)
-                except BaseException:
-                    copy.close()
-                    raise
             except (WeightsError, AdapterError, OSError) as error:
                 log.warning("adapter %s is not offered to other workers: %s", identity, error)
-            else:
-                self._hold(identity, copy, stored)
+                return
+            try:
+                reason = await self._try_offer(identity, copy, stored)
+            except BaseException:
+                copy.close()
+                raise
+            if reason is None:
+                return
+        log.warning("adapter %s is not offered to other workers yet: %s", identity, reason)
+        self._tasks.start(self._offer_later(identity, copy, stored), "offer adapter")
+
+    async def _offer_later(self, identity: str, copy: StoredCopy, folder: AdapterFolder) -> None:
+        backoff, offered = Backoff(FIRST_DELAY_S, MAX_DELAY_S), False
+        try:
+            while not offered:
+                await asyncio.sleep(backoff.delay())
+                async with self._lock(identity):
+                    if identity in self._held or not self._loaded(identity):
+                        return
+                    offered = await self._try_offer(identity, copy, folder) is None
+        finally:
+            if not offered:
+                copy.close()
+        log.info("adapter %s is offered to other workers", identity)
+        await self._on_offered()
+
+    async def _try_offer(
+        self, identity: str, copy: StoredCopy, folder: AdapterFolder
+    ) -> WeightsError | None:
+        """The reason why others cannot be told of a copy; None if they have been."""
+        try:
+            await self._exchange.offer(copy)
+        except WeightsError as error:
+            return error
+        self._hold(identity, copy, folder)
+        return None
 
     def _lock(self, identity: str) -> asyncio.Lock:
         return self._locks.setdefault(identity, asyncio.Lock())
@@ -158,8 +201,9 @@ class AdapterCopies:
             if same_name and other != identity and not self._loaded(other):
                 self._drop(other)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the use of all copies, and offer them no more."""
+        await self._tasks.close()
         for identity in list(self._held):
             self._drop(identity)
 

@@ -83,7 +83,7 @@ class AdapterManager:
             self._engine = EngineLoads(engine, self._tasks)
         self._copies: AdapterCopies | None = None
         if exchange is not None and self._engine is not None:
-            self._copies = AdapterCopies(exchange, self._is_loaded)
+            self._copies = AdapterCopies(exchange, self._is_loaded, self._publish_listed)
 
     @property
     def host(self) -> AdapterHost | None:
@@ -145,7 +145,7 @@ class AdapterManager:
         """Stop what is in progress."""
         await self._tasks.close()
         if self._copies is not None:
-            self._copies.close()
+            await self._copies.close()
 
     async def execute(self, command: AdapterCommand | TakeAdapter) -> ControlReply:
         """Execute a command; the reply comes within its timeout and names the adapter."""
@@ -178,6 +178,10 @@ class AdapterManager:
         if not self._max_adapters:
             raise Unsupported("worker.max_adapters of this worker is 0")
         return self._running
+
+    async def _publish_listed(self) -> None:
+        if self._table is not None:
+            await self._publish(self._table.listed)
 
     def _is_loaded(self, identity: str) -> bool:
         return self._table is not None and self._table.state(identity) is not None
