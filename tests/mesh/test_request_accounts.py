@@ -210,12 +210,15 @@ async def test_the_slowest_requests_are_found(caller: Caller) -> None:
     _, headers, _ = await caller.send("/v1/chat/completions", {**CHAT, "max_tokens": 300})
     own = headers["request-id"]
 
-    async def first() -> dict[str, Any] | None:
-        done = await caller.mesh.command("explain", "--slow", "--json", "--limit", "1")
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found if found["request"] == own else None
+    async def listed() -> list[dict[str, Any]] | None:
+        done = await caller.mesh.command("explain", "--slow", "--json", "--limit", "100")
+        rows: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
+        return rows if any(row["request"] == own for row in rows) else None
 
-    found = await eventually(first, what="the slowest request is the longest")
-    assert found is not None
+    rows = await eventually(listed, what="a request of 300 tokens is listed")
+    assert rows is not None
+    totals = [row["total_s"] for row in rows]
+    assert totals == sorted(totals, reverse=True)
+    found = next(row for row in rows if row["request"] == own)
     assert found["decode_s"] > found["prefill_s"] > 0
     assert found["engine_wait_s"] is not None
