@@ -48,7 +48,6 @@ QUEUE_GROUP = "router"
 REPEAT_S = 2.0  # a broken connection is noticed and made again within this time
 LEAVE_S = 1.0  # for refusing the requests in flight
 MAX_FORECASTS = 1024  # in one message
-SHORT_BYTES = 1024  # of the hashes of a prompt whose decision is encoded at once
 MOVED = Refused(code="unavailable", reason="this router is stopping", moved=True)
 _requests = MessageDecoder(RouteRequest)
 
@@ -278,8 +277,8 @@ class ModelRouter:
     def _execute(self, actions: QueueActions) -> None:
         """Publish and reply in one write; decisions follow, so that no reply waits for them.
 
-        That of a lone short prompt leaves with its reply: it is encoded sooner than the server and
-        all readers have woken once more for it.
+        That of a lone request leaves with its reply: it is encoded sooner than the server and all
+        readers have woken once more for it.
 
         The stream must have a request's `SeqAdd` before its caller can send the `SeqFree`.
         """
@@ -295,7 +294,7 @@ class ModelRouter:
             return
         is_first = not self._unrecorded
         self._unrecorded += [each.result for each in actions.done]
-        if is_first and all(map(_is_light, actions.done)):
+        if is_first and all(ticket.alone for ticket in actions.done):
             self._publish_decisions()
         elif is_first:
             self._loop.call_soon(self._publish_decisions)
@@ -399,11 +398,6 @@ class ModelRouter:
 def _lookup(request: RouteRequest, done: Done, trace: str = "") -> OverlapLookup:
     session = request.hints.session or ""
     return OverlapLookup(request.sequence_hashes, request.salt, done, trace, session)
-
-
-def _is_light(ticket: Ticket) -> bool:
-    """True if the record of its placement is short, and no others are about to follow."""
-    return ticket.alone and len(ticket.request.sequence_hashes) <= SHORT_BYTES
 
 
 def _epoch() -> float:

@@ -1,5 +1,6 @@
 """Contract of the engines that run anywhere, and abilities of the mock alone."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -87,6 +88,16 @@ async def test_mock_ranks_are_separate() -> None:
     await made.ended("a")
     assert (made.sink.held.get(0), len(made.sink.held[1])) == (None, 3)
     assert [load.requests for load in made.engine.load("i")] == [0, 1]
+    await made.engine.close()
+
+
+async def test_mock_output_that_is_due_leaves_with_the_acceptance() -> None:
+    made, written = await start_mock(speedup=1e9), list[int]()
+    made.submit("a", prompt(40), max_tokens=2)
+    # the connection writes what has been posted in the next iteration of the loop
+    asyncio.get_running_loop().call_soon(lambda: written.append(len(made.sink.tokens("a"))))
+    await made.ended("a")
+    assert written == [1]
     await made.engine.close()
 
 

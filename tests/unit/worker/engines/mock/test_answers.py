@@ -12,6 +12,8 @@ from tokenizers import Tokenizer
 
 from kvmesh.bus.messages import Guided, Sampling, Work
 from kvmesh.demo import model_dir
+from kvmesh.hashing import FIRST_IMAGE_TOKEN
+from kvmesh.worker.engines.mock.engine import _check_tokens
 from kvmesh.worker.engines.mock.text.author import (
     AnswerOptions,
     AnswerWriter,
@@ -230,3 +232,24 @@ def test_a_good_script_is_read(tmp_path: Path) -> None:
     script = Script.load(file)
     found = [script.find("s", turn, "") for turn in (1, 2)]
     assert [entry.text for entry in found if entry is not None] == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "bias", "beyond"),
+    [
+        ([], {}, None),
+        ([1, 99, FIRST_IMAGE_TOKEN, 2**32 - 1], {99: 1.0}, None),
+        ([1, 100, 2], {}, 100),
+        ([FIRST_IMAGE_TOKEN, FIRST_IMAGE_TOKEN - 1], {}, FIRST_IMAGE_TOKEN - 1),
+        ([1], {100: 1.0}, 100),
+    ],
+)
+def test_ids_beyond_the_vocabulary_are_refused_but_for_those_of_images(
+    prompt: list[int], bias: dict[int, float], beyond: int | None
+) -> None:
+    asked = replace(work(logit_bias=bias), tokens=array("I", prompt).tobytes())
+    if beyond is None:
+        _check_tokens(asked, 100)
+        return
+    with pytest.raises(ValueError, match=f"token {beyond} is not in the model's vocabulary"):
+        _check_tokens(asked, 100)

@@ -385,9 +385,10 @@ class _Live:
 
 def _check_tokens(work: Work, vocabulary: int) -> None:
     """Raises ValueError for ids beyond the vocabulary, as engines with a model do."""
-    prompt = np.frombuffer(work.tokens, "<u4")
-    beyond = prompt[(prompt >= vocabulary) & (prompt < FIRST_IMAGE_TOKEN)]
-    for token in (*beyond[:1].tolist(), *work.sampling.logit_bias):
+    prompt, found = np.frombuffer(work.tokens, "<u4"), list(work.sampling.logit_bias)
+    if prompt.max(initial=0) >= vocabulary:
+        found += prompt[(prompt >= vocabulary) & (prompt < FIRST_IMAGE_TOKEN)][:1].tolist()
+    for token in found:
         if token >= vocabulary:
             raise ValueError(f"token {token} is not in the model's vocabulary")
 

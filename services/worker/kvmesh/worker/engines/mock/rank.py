@@ -17,6 +17,7 @@ from kvmesh.worker.engines.mock.core import MockCore, StepResult
 from kvmesh.worker.engines.mock.faults import Faults, InjectedCrash
 
 log = logging.getLogger(__name__)
+EARLY_S = 0.0005  # the loop waits for whole milliseconds: output that is due sooner is due now
 LATE_S = 1.0
 Change: TypeAlias = Callable[[RetentionManager, float], int]
 
@@ -160,12 +161,15 @@ class MockRank:
             self._unpublished = result.events
             at += result.duration
             late = clock() - at
-            await asyncio.sleep(max(0.0, -late))
-            if late > LATE_S:
+            if late < -EARLY_S:
+                await asyncio.sleep(-late)
+            elif late > LATE_S:
                 at = clock()
             if self.kvbm is not None:
                 self._settle(self.kvbm, result)
             self._deliver(result)
+            if late >= -EARLY_S:  # its output has left before others run
+                await asyncio.sleep(0)
 
     async def _maybe_fail(self) -> None:
         step = self.core.counters.steps + 1
