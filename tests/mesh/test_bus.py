@@ -475,6 +475,29 @@ async def test_a_card_that_is_not_utf_8_hinders_no_start(bus: Bus, limits: Strea
     await directory.close()
 
 
+async def test_renewed_leases_are_all_that_a_process_at_rest_exchanges_with_the_server(
+    bus: Bus, limits: StreamLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needless: list[object] = []
+    directory, lease = Directory(bus, limits), Lease(bus, card("a"), limits)
+    await directory.open()
+    await lease.open()
+    monkeypatch.setattr(directory._reader, "_on_status", lambda *status: needless.append(status))
+    monkeypatch.setattr(bus.promptness, "check", lambda: needless.append("round trip"))
+    renewals: set[float] = set()
+    while len(renewals) < 4:
+        await eventually(lambda: lease._renewed_at not in renewals)
+        renewals.add(lease._renewed_at)
+        await bus.client._send_ping()  # as after each interval
+        needless += bus.client._pongs
+    assert needless == []
+    bus.promptness._heard_at = -inf
+    await bus.client._send_ping()
+    assert len(bus.client._pongs) == 1  # a silent server is asked whether it lives
+    await directory.close()
+    await lease.close()
+
+
 async def test_an_instance_reports_only_its_own_load(
     bus: Bus, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ in the order of its other messages: once PONG is read, so is every reply that th
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from math import inf
 
 from nats.errors import Error as NatsError
 
@@ -25,8 +26,8 @@ class Promptness:
         self._ping = ping
         self._trip: asyncio.Task[None] | None = None
         self._sent_at = 0.0
-        self._heard_at = self._reads_since = 0.0
         self._loop = asyncio.get_running_loop()
+        self._heard_at = self._reads_since = -inf
 
     @property
     def late(self) -> bool:
@@ -43,6 +44,11 @@ class Promptness:
         if not self.late:
             return 0.0
         return max(0.0, self._heard_at - max(self._sent_at, self._reads_since))
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since something of the server was read."""
+        return self._loop.time() - self._heard_at
 
     def heard(self) -> None:
         """Note that something of the server was read."""

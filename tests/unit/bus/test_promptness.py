@@ -54,6 +54,13 @@ async def test_the_silence_of_a_frozen_server_does_not_count(
     assert prompt.behind_s == 0
 
 
+async def test_a_server_is_silent_until_it_is_heard() -> None:
+    prompt = Promptness(Server().ping)
+    assert prompt.silent_s > 3600
+    prompt.heard()
+    assert prompt.silent_s < 60
+
+
 async def test_a_round_trip_that_began_earlier_does_not_count() -> None:
     server = Server()
     prompt = Promptness(server.ping)

@@ -431,6 +431,12 @@ class DirectClient(Client):
         if not future.done():
             future.set_exception(NatsTimeoutError())
 
+    async def _send_ping(self, future: "asyncio.Future[bool] | None" = None) -> None:
+        if future is None and self.promptness.silent_s < self.options["ping_interval"]:
+            self._pings_outstanding = 0  # a server that has just sent something need not be asked
+            return
+        await super()._send_ping(future)
+
     async def _round_trip(self, timeout: float) -> None:
         await self.flush(timeout)  # type: ignore[arg-type]
 

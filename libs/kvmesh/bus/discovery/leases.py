@@ -288,8 +288,10 @@ class Lease:
             if not self._bus.connected:
                 self._in_vain_since = None
                 continue
-            self._bus.promptness.check()
-            ends = loop.time() + self._duration.seconds / 4
+            patience_s = self._duration.seconds / 4
+            ends = loop.time() + patience_s
+            # before the end, so that a process that reads late knows by then that it does
+            checking = loop.call_at(ends - patience_s / 2, self._bus.promptness.check)
             try:
                 async with asyncio.timeout_at(ends):
                     await self._duration.refresh()
@@ -302,6 +304,8 @@ class Lease:
                     log.warning("cannot renew the lease, retrying: %s", cause(error))
                 failing = True
                 self._note_failure(loop.time(), slept_at)
+            finally:
+                checking.cancel()
 
     async def _due(self, wait_s: float) -> None:
         """Return within `wait_s` seconds, soon after a reconnect, or for a fault on the card.

@@ -39,8 +39,11 @@ from kvmesh.bus.streams.identity import is_rewound
 from kvmesh.bus.ticks import next_tick
 
 log = logging.getLogger(__name__)
-HEARTBEAT_S = 2.0  # each one wakes the server and this process
-SILENCE_S = 2.5 * HEARTBEAT_S
+# Each heartbeat wakes the server and this process. Readers of last values need fewer: leases are
+# renewed more often than that, and settings change seldom.
+HEARTBEAT_S, VALUES_HEARTBEAT_S = 2.0, 4.0
+SILENCES = 2.5  # heartbeats that are due without any: the consumer is gone
+SILENCE_S = SILENCES * HEARTBEAT_S
 ATTEMPTS = 3  # to attach to a stream that is recreated meanwhile
 SETTLED_S = 10.0  # a consumer that lives this long ends a series of attempts
 STALLED_S = 5.0  # of heartbeats, while messages wait that the consumer does not deliver
@@ -128,6 +131,7 @@ class StreamReader:
         self._unpacks = stream == bus.subjects.route_stream
         self._handler = handler
         self._start = start
+        self._heartbeat_s = VALUES_HEARTBEAT_S if start.last_per_subject else HEARTBEAT_S
         self._on_recreated = on_recreated
         self._created: object = None
         self._subscription: Subscription | None = None
@@ -187,7 +191,7 @@ class StreamReader:
     def silent_for(self) -> float:
         """Seconds without the messages or heartbeats that are due; 0 if none is overdue."""
         silence = self._loop.time() - self._last_message_at
-        return silence if silence > SILENCE_S else 0.0
+        return silence if silence > SILENCES * self._heartbeat_s else 0.0
 
     async def until_caught_up(self, timeout: float) -> None:
         """Return once all that was in the stream is handled.
@@ -298,7 +302,7 @@ class StreamReader:
             max_deliver=1,
             mem_storage=True,
             num_replicas=1,
-            idle_heartbeat=HEARTBEAT_S,
+            idle_heartbeat=self._heartbeat_s,
             flow_control=True,
             inactive_threshold=30.0,
         )
@@ -436,8 +440,8 @@ class StreamReader:
         return True
 
     async def _lost(self) -> bool:
-        """Wait up to HEARTBEAT_S; return whether the consumer is lost. False while offline."""
-        await next_tick(HEARTBEAT_S, self._stale)
+        """Wait up to a heartbeat; return whether the consumer is lost. False while offline."""
+        await next_tick(self._heartbeat_s, self._stale)
         if not self._stale.is_set():
             reconnected = self._bus.connected_at > self._attached_at
             if not (self.silent_for or reconnected):

@@ -281,7 +281,7 @@ class GenerateRequest(Struct, kw_only=True):
     model: str
     sampling: Sampling
     messages: list[Message] = []
-    prompts: list[str | list[int]] = []
+    prompts: Sequence[str | list[int]] = ()
     tools: list[Tool] = []
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
@@ -296,7 +296,7 @@ class GenerateRequest(Struct, kw_only=True):
     policy: str | None = None
     overrides: dict[str, float] = {}
     cache_salt: str = ""
-    retention: list[Retain] = []
+    retention: Sequence[Retain] = ()
     decode: Retain | None = None
     prompt_ttl_s: float | None = None
     speculative: bool = False

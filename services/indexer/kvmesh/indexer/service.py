@@ -32,7 +32,7 @@ from kvmesh.runtime.warnings import publish_warnings
 
 log = logging.getLogger(__name__)
 _replies = MessageDecoder(ControlReply)
-TICK_S, REST_S = 0.05, 0.5  # while ranks are unknown, otherwise
+TICK_S, LAG_S, REST_S = 0.05, 0.5, 1.0  # while ranks are unknown, behind the stream, otherwise
 SWEEP_S = 1.0
 CAPACITY_CHECK_S = 10.0
 DUMP_TIMEOUT_S = 10.0  # a machine with a thousand engines takes seconds
@@ -169,7 +169,7 @@ class IndexerService:
                 await self.queries.close()
                 await self._publish_state("lagging")
                 log.warning("not ready: %.1f s behind the KV stream", self.feed.lag)
-            await next_tick(REST_S)
+            await next_tick(LAG_S if self.feed.lag or not self.queries.is_open else REST_S)
 
     async def _serve_queries(self) -> None:
         try:

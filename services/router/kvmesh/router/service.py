@@ -59,7 +59,7 @@ from kvmesh.settings.live import LiveSection
 from kvmesh.settings.schema import RouterSettings, Section, Settings
 
 log = logging.getLogger(__name__)
-TICK_S, REST_S = 0.1, 0.5  # while a model has requests, otherwise
+TICK_S, REST_S = 0.1, 1.0  # while a model has requests, otherwise
 SWEEP_S = 1.0
 RETURNS_HISTORY_S = 900.0  # of the decision stream, from which returns are learned at start
 SPEEDS_HISTORY_S = 60.0  # likewise the length of answers
@@ -92,6 +92,7 @@ class RouterService:
         self._routers: set[str] = set()
         self._limits: dict[str, Thresholds] = {}  # those that `kvmesh model busy` has set
         self._joined_model = asyncio.Event()
+        self._active = asyncio.Event()  # a request has come, or gone, since the last rest
         self.ready = False
         bus, subjects = service.bus, service.bus.subjects
         self._directory = Directory(bus, service.limits, self._joined, self._left)
@@ -219,8 +220,7 @@ class RouterService:
     async def _tick(self) -> None:
         swept = monotonic()
         while True:
-            busy = any(router.busy for router in self._models.values())
-            await next_tick(TICK_S if busy else REST_S)
+            await self._until_tick()
             now = monotonic()
             sweep = now - swept > SWEEP_S - TICK_S / 2
             swept = now if sweep else swept
@@ -231,6 +231,14 @@ class RouterService:
                 router.tick(now)
             if sweep:
                 self._warn()
+
+    async def _until_tick(self) -> None:
+        if not any(router.busy for router in self._models.values()):
+            self._active.clear()
+            await next_tick(REST_S, self._active)
+            if not self._active.is_set():
+                return
+        await next_tick(TICK_S)
 
     def _warn(self) -> None:
         """Update the warnings about workers and indexers of all models."""
@@ -331,6 +339,7 @@ class RouterService:
     def _on_sequences(self, model: str, batch: SeqBatch) -> None:
         router = self._router(model)
         own = batch.source == self._service.instance
+        self._active.set()
         for event in batch.events:
             router.apply(event, own)
         router.schedule_placement()

@@ -20,6 +20,7 @@ EXTRA_FIELDS = (
 ANNOTATIONS = ("formatted_prompt", "token_ids")
 SESSION_TIMEOUT_S = 300.0  # of a session that is opened or bound without one
 _EXTRA_FIELDS, _ANNOTATIONS = frozenset(EXTRA_FIELDS), frozenset(ANNOTATIONS)
+_NONE: frozenset[str] = frozenset()  # each call makes a new one
 
 
 MAX_INT = (1 << 31) - 1
@@ -129,7 +130,7 @@ def apply_nvext(request: GenerateRequest, nvext: Nvext) -> None:
 def annotations_of(nvext: Nvext | None) -> frozenset[str]:
     """The annotations that a stream is to have."""
     if nvext is None or not nvext.annotations:
-        return frozenset()
+        return _NONE
     return frozenset(nvext.annotations) & _ANNOTATIONS
 
 

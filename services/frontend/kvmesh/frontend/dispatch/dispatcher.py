@@ -279,7 +279,7 @@ class Dispatcher:
         elif offered.status in ("away", "unloaded"):
             await asyncio.sleep(RETRY_S)
         elif offered.status != "frozen" and instance not in self._workers.silent:
-            state.exclude.append(instance)
+            state.exclude = [*state.exclude, instance]
         return False
 
     def _blame(self, stream: TokenStream, lost: TokenStream, loss: Loss) -> None:
@@ -314,13 +314,13 @@ class Dispatcher:
             handoff=task.dispatch.handoff,
             tenant=request.cache_salt,
             parent_session=request.hints.parent_session,
-            retention=task.prompt.retention,
+            retention=list(task.prompt.retention),
             decode=task.prepared.decode,
             traceparent=span.traceparent,
             ephemeral=request.hints.ephemeral,
             ref=task.stream.ref,
             pooling=task.prompt.pooling,
-            images=task.prompt.images,
+            images=list(task.prompt.images),
         )
 
     def _is_batch(self, task: SequenceTask) -> bool:

@@ -1,6 +1,7 @@
 """A sequence to generate, and the state of its dispatch."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvmesh.bus.messages import Routed
@@ -30,8 +31,8 @@ class DispatchState:
     deadline: float
     arrived: float | None = None
     wake_deadline: float | None = None
-    exclude: list[str] = field(default_factory=list)
-    avoided: list[str] = field(default_factory=list)
+    exclude: Sequence[str] = ()
+    avoided: Sequence[str] = ()
     refused: bool = False
     routed: Routed | None = None
     counted: Routed | None = None

@@ -130,12 +130,12 @@ class TokenStream:
         self.inherited = 0
         self.instance = ""
         self.tokens: list[int] = list(tokens)
-        self.vectors: list[bytes] = []
+        self.vectors: Sequence[bytes] = ()
         self.logprobs: list[dict[int, float]] = []
         self.cached: list[int] | None = None
         self.prefill_cached: list[int] | None = None
         self.handoff: dict[str, Any] | None = None
-        self.retention_outcomes: list[str] = []
+        self.retention_outcomes: Sequence[str] = ()
         self.decode_outcome: str | None = None
         self.finish: str | None = None
         self.error: ApiError | None = None

@@ -460,42 +460,37 @@ class GenerateEndpoint:
         self, stream: AnswerStream, api: Api, active: ActiveRequest, call: ApiCall
     ) -> web.StreamResponse:
         """Open the stream once workers accepted the request, or when a keep-alive is due."""
-        if stream.is_open:
+        if not stream.is_open:
+            await active.accepted(self._dependencies.settings.keepalive_s)
+        renderer, thread = call.renderer, call.thread
+        try:
+            if not stream.is_open:
+                # without a variable, which would hold it as long as the stream
+                await stream.open(
+                    annotations(active.prepared) + renderer.begin(active.so_far), active.flush
+                )
             self._dependencies.stream_supervisor.add(stream, api.keepalive, active.flush)
             try:
-                return await stream.close(await self._last_frames(stream, active, call))
-            finally:
-                self._dependencies.stream_supervisor.remove(stream)
-        await active.accepted(self._dependencies.settings.keepalive_s)
-        try:
-            # without a variable, which would hold it as long as the stream
-            await stream.open(
-                annotations(active.prepared) + call.renderer.begin(active.so_far), active.flush
-            )
-            self._dependencies.stream_supervisor.add(stream, api.keepalive, active.flush)
-            return await stream.close(await self._last_frames(stream, active, call))
+                last = await active.finished()
+                summary = active.summary()
+                if thread is not None and (thread.store or thread.keeps or thread.conversation):
+                    await self._keep_turn(thread, call.request, renderer.whole(summary))
+                last += renderer.done(summary)
+            except ConnectionError:
+                raise
+            except Exception as error:
+                stream.failed = True
+                last = _last_frames(call, error)
+            return await stream.close(last)
         finally:
             self._dependencies.stream_supervisor.remove(stream)
 
-    async def _last_frames(
-        self, stream: AnswerStream, active: ActiveRequest, call: ApiCall
-    ) -> bytes:
-        """Wait for the end of the request; return the frames left, or those of an error."""
-        renderer, thread = call.renderer, call.thread
-        try:
-            last = await active.finished()
-            summary = active.summary()
-            if thread is not None and (thread.store or thread.keeps or thread.conversation):
-                await self._keep_turn(thread, call.request, renderer.whole(summary))
-            return last + renderer.done(summary)
-        except ApiError as error:
-            stream.failed = True
-            log_failure(error.kind, call.request.id, f"after its head, {error}")
-            call.request.span.fail(error.kind)
-            return renderer.failed(error)
-        except ConnectionError:
-            raise
-        except Exception as error:
-            stream.failed = True
-            call.request.span.fail("internal")
-            return renderer.failed(internal_error(error, call.request.id))
+
+def _last_frames(call: ApiCall, error: Exception) -> bytes:
+    """The frames that end an answer after its head."""
+    if isinstance(error, ApiError):
+        log_failure(error.kind, call.request.id, f"after its head, {error}")
+        call.request.span.fail(error.kind)
+        return call.renderer.failed(error)
+    call.request.span.fail("internal")
+    return call.renderer.failed(internal_error(error, call.request.id))

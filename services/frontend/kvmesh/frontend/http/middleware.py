@@ -154,15 +154,25 @@ class RequestMiddleware:
             if preflight is not None:
                 return preflight
         if request.path in self._unrestricted:
-            return await _respond(request, handler(request))
-        status = CLIENT_CLOSED
+            try:
+                return await handler(request)
+            except Exception as error:
+                return _failure(request, error)
+        # all in this coroutine: a long answer holds the frame of each one on its way
+        status, share = CLIENT_CLOSED, None
         began = asyncio.get_running_loop().time()
         try:
-            response = await _respond(request, self._admit(request, handler))
+            try:
+                share = self._admit(request)
+                response = await handler(request)
+            except Exception as error:
+                response = _failure(request, error)
             status = response.status
             return response
         finally:
             caller = request.get(CALLER)
+            if caller is not None and share is not None:
+                self._end(caller, share)
             _count(route.name or "other", caller, status)
             if self._access_log is not None and route.name != "metrics":
                 self._access_log(_entry(request, caller, status, began))
@@ -187,7 +197,8 @@ class RequestMiddleware:
             self._access_log(entry)
         caller.active = None
 
-    async def _admit(self, http: web.Request, handler: Handler) -> web.StreamResponse:
+    def _admit(self, http: web.Request) -> str | None:
+        """Count a request from now on; its share, None if it has none. Raises ApiError."""
         pages = self._cross_origin
         allowed = pages is not None and pages.allows(http.headers.get(hdrs.ORIGIN))
         uploads = http.match_info.route.name == UPLOAD
@@ -196,40 +207,42 @@ class RequestMiddleware:
         account = self._authenticator.account(http.headers)
         caller = http[CALLER] = Caller(self._authenticator, http.headers, account, now)
         if http.method == hdrs.METH_GET and http.match_info.route.name in self._id_prefixes:
-            return await handler(http)  # opens a WebSocket: its requests are admitted
+            return None  # opens a WebSocket: its requests are admitted
         share = caller.fair_class  # that of now: its key may change while the request runs
         self._admission.enter(share, self._promptness.behind_s)
         try:
             caller.enter()
-            return await handler(http)
-        finally:
-            if caller.outlived is None:
-                self._leave(caller, share)
-            else:
-                caller.outlived.set_result(partial(self._leave, caller, share))
+        except ApiError:
+            self._admission.leave(share)
+            raise
+        return share
+
+    def _end(self, caller: Caller, share: str) -> None:
+        """The response has ended, but not always what goes on for it."""
+        if caller.outlived is None:
+            self._leave(caller, share)
+        else:
+            caller.outlived.set_result(partial(self._leave, caller, share))
 
     def _leave(self, caller: Caller, share: str) -> None:
         caller.leave()
         self._admission.leave(share)
 
 
-async def _respond(http: web.Request, answer: Awaitable[web.StreamResponse]) -> web.StreamResponse:
-    """The response that a handler gives, or its error in the client's shape."""
-    try:
-        return await answer
-    except ApiError as error:
-        with logged_as(http.get(SPAN, NO_SPAN)):
-            return error_response(shape_for(http), error, request_id.id_of(http))
-    except web.HTTPNotFound:  # the target is no path, as that of `OPTIONS *`
+def _failure(http: web.Request, error: Exception) -> web.Response:
+    """The response to an error of a handler, in the client's shape.
+
+    Raises the error if it is one of the connection, or a response of aiohttp.
+    """
+    if isinstance(error, web.HTTPNotFound):  # the target is no path, as that of `OPTIONS *`
         reason = f"{http.method} {http.raw_path[:MAX_SHOWN]} does not exist; see /docs."
-        missed = ApiError("not_found", reason, code="unknown_url")
-        return error_response(shape_for(http), missed, request_id.id_of(http))
-    except (ConnectionError, web.HTTPException):
-        raise
-    except Exception as error:
-        own = request_id.id_of(http)
-        with logged_as(http.get(SPAN, NO_SPAN)):
-            return error_response(shape_for(http), internal_error(error, own), own)
+        error = ApiError("not_found", reason, code="unknown_url")
+    elif isinstance(error, ConnectionError | web.HTTPException):
+        raise error
+    own = request_id.id_of(http)
+    with logged_as(http.get(SPAN, NO_SPAN)):
+        known = error if isinstance(error, ApiError) else internal_error(error, own)
+        return error_response(shape_for(http), known, own)
 
 
 def _entry(http: web.Request, caller: Caller | None, status: int, began: float) -> AccessEntry:

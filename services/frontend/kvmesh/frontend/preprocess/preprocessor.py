@@ -97,9 +97,9 @@ class PromptTokens(Struct):
     count: int
     sequence_hashes: bytes
     salt: int
-    retention: list[Retain] = []
+    retention: Sequence[Retain] = ()
     pooling: Pooling | None = None
-    images: list[PromptImage] = []
+    images: Sequence[PromptImage] = ()
 
 
 class PreparedRequest(Struct):

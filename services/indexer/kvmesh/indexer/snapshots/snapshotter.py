@@ -32,7 +32,7 @@ from kvmesh.indexer.snapshots.snapshot_store import Covers, Slot, SnapshotStore
 from kvmesh.settings.schema import IndexerSettings
 
 log = logging.getLogger(__name__)
-CHECK_S = 0.5
+CHECK_S = 1.0
 SNAPSHOT_BYTES = 1 << 30  # bounds the events that a restarted replica reads anew
 
 
@@ -138,7 +138,7 @@ class Snapshotter:
         """Write due snapshots until cancelled; failures are logged and retried."""
         failing = False
         while True:
-            await next_tick(CHECK_S * (4 if failing else 1))
+            await next_tick(CHECK_S * (2 if failing else 1))
             if not ((self._due() or self._feed.rewinds != self._rewinds) and leads()):
                 continue
             try:

@@ -183,7 +183,7 @@ def _command(wire_id: str, target: ResolvedPrompt, terms: PrefetchTerms, rank: i
         adapter=target.adapter,
         session=target.request.hints.session,
         conversation=certain_conversation(target.request.hints),
-        retention=target.prompt.retention,
+        retention=list(target.prompt.retention),
         at=None if terms.at is None or terms.at <= time.time() else terms.at,
         deadline_s=terms.deadline_s,
         compute=terms.compute,
