@@ -18,12 +18,14 @@ from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.block_ids import match_block_ids
 from kvmesh.workload.reading.options import ReadOptions
 from kvmesh.workload.reading.recorded import follow
-from kvmesh.workload.reading.rows import TraceRow, decoded, moment, packed, parsed, reason_of
+from kvmesh.workload.reading.rows import TraceRow, decoded, packed, parsed, reason_of
 from kvmesh.workload.reading.source import TraceFile
+from kvmesh.workload.reading.time_units import unix_scale
 
 SCHEMAS = ("dynamo.request.trace.v1", "dynamo.agent.trace.v1")
 TOOL_EVENTS = ("tool_end", "tool_error")
 EVENTS = ("request_end", *TOOL_EVENTS)
+FIXED = ReadOptions()  # the fields name their units
 
 
 class DynamoContext(Struct, kw_only=True):
@@ -72,6 +74,7 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
             reader.add(number, line, record)
     reader.report()
     rows = [row for members in reader.sessions.values() for row in members]
+    reader.rescale(rows)
     for members in reader.sessions.values():
         follow(members, overlapping_on_time=True)
         _name_waits(members, reader.tools.get(members[0].session or "", []))
@@ -117,11 +120,21 @@ class _Reader:
                 f"{counted(self._repeated, 'record')} with the request id of an earlier one"
             )
 
+    def rescale(self, rows: list[TraceRow]) -> None:
+        """Read the times of requests and tools in another unit, if their size shows one."""
+        scale = unix_scale((row.time for row in rows), "ms", self._repairs, option=False)
+        if scale == 1.0:
+            return
+        for row in rows:
+            row.time, row.end = (row.time or 0.0) * scale, (row.end or 0.0) * scale
+        for tools in self.tools.values():
+            tools[:] = [(time * scale, name) for time, name in tools]
+
     def _add_tool(self, record: DynamoRecord) -> None:
         session, _ = _session(record)
         name = str((record.tool or {}).get("tool_class") or TOOL)
         self.tools.setdefault(session or "", []).append(
-            (moment(record.event_time_unix_ms, 1.0), name)
+            (FIXED.moment(record.event_time_unix_ms, "ms"), name)
         )
 
     def _row(self, record: DynamoRecord, one: DynamoRequest, file: int, line: int) -> TraceRow:
@@ -131,9 +144,9 @@ class _Reader:
         if tokens is None:
             raise msgspec.ValidationError("Object missing required field `input_tokens`")
         took = one.total_time_ms or 0.0
-        written = moment(record.event_time_unix_ms, 1.0)
+        written = FIXED.moment(record.event_time_unix_ms, "ms")
         received = one.request_received_ms
-        begin = written - took if received is None else moment(received, 1.0)
+        begin = written - took if received is None else FIXED.moment(received, "ms")
         cancelled = one.finish_reason_metadata.get("finish_reason") == "cancelled"
         context = record.agent_context or DynamoContext()
         return TraceRow(
