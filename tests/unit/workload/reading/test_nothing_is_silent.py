@@ -169,6 +169,10 @@ STATED = {
         lines(*[dynamo(request={"request_id": "a", "input_tokens": 9, "output_tokens": 9})] * 2),
         ["1 record with the request id of an earlier one"],
     ),
+    "other events of Dynamo": (
+        lines(dynamo(), dynamo(event_type="request_start")),
+        ["1 record of other events is not read"],
+    ),
     "more cached than the prompt": (
         lines(tracelab(0), tracelab(1, prefix_tokens=1000)),
         ["1 round with more cached tokens than prompt tokens"],
@@ -240,7 +244,15 @@ def test_times_in_another_unit_are_told(tmp_path: Path, name: str) -> None:
 
 
 def test_files_have_a_unit_of_unix_times_each(tmp_path: Path) -> None:
-    for kind in (mooncake, lambda n, timestamp: {"prompt": "a", "timestamp": timestamp}):
+    def text(_: int, timestamp: float) -> dict[str, Any]:
+        return {"prompt": "a", "timestamp": timestamp}
+
+    def live(number: int, timestamp: float) -> dict[str, Any]:
+        return dynamo(
+            event_time_unix_ms=timestamp, request={"request_id": number, "input_tokens": 9}
+        )
+
+    for kind in (mooncake, text, live):
         (tmp_path / "a.jsonl").write_bytes(lines(kind(0, timestamp=SECONDS)))
         (tmp_path / "b.jsonl").write_bytes(lines(kind(1, timestamp=START + 2000)))
         workload, repairs = load(str(tmp_path))
@@ -296,6 +308,10 @@ REFUSED = {
     "a record without its request": (
         lines(dynamo(), dynamo(request=None)),
         "Object missing required field `request`",
+    ),
+    "a quote without its end": (
+        b'prompt,output_tokens_count\n"a\nb,5\nd,6\n',
+        "unexpected end of data",
     ),
     "a column twice": (
         b"timestamp,input_length,input_length,output_length\n0,5,7,6\n",

@@ -20,7 +20,7 @@ from kvmesh.workload.reading.options import ReadOptions
 from kvmesh.workload.reading.recorded import follow
 from kvmesh.workload.reading.rows import TraceRow, decoded, packed, parsed, reason_of
 from kvmesh.workload.reading.source import TraceFile
-from kvmesh.workload.reading.time_units import unix_scale
+from kvmesh.workload.reading.time_units import unix_scales
 
 SCHEMAS = ("dynamo.request.trace.v1", "dynamo.agent.trace.v1")
 TOOL_EVENTS = ("tool_end", "tool_error")
@@ -85,7 +85,7 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
 class _Reader:
     def __init__(self, repairs: Repairs) -> None:
         self.sessions: dict[str, list[TraceRow]] = {}
-        self.tools: dict[str, list[tuple[float, str]]] = {}
+        self.tools: dict[str, list[tuple[float, str, int]]] = {}
         self.found = 0
         self._repairs = repairs
         self._others = self._repeated = 0
@@ -94,12 +94,12 @@ class _Reader:
     def add(self, file: int, line: int, text: bytes) -> None:
         try:
             fields = _bare(decoded(text))
-            if fields.get("event_type") not in EVENTS and fields.get("schema") not in SCHEMAS:
+            if fields.get("event_type", EVENTS[0]) not in EVENTS:
                 self._others += 1
                 return
             record = parsed(fields, DynamoRecord)
             if record.event_type in TOOL_EVENTS:
-                self._add_tool(record)
+                self._add_tool(record, file)
             elif record.request is None:
                 raise msgspec.ValidationError("Object missing required field `request`")
             else:
@@ -114,7 +114,9 @@ class _Reader:
 
     def report(self) -> None:
         if self._others:
-            self._repairs.assume(f"{self._others:,} records of other events are not read")
+            records = counted(self._others, "record")
+            are = "is" if self._others == 1 else "are"
+            self._repairs.assume(f"{records} of other events {are} not read")
         if self._repeated:
             self._repairs.assume(
                 f"{counted(self._repeated, 'record')} with the request id of an earlier one"
@@ -122,19 +124,18 @@ class _Reader:
 
     def rescale(self, rows: list[TraceRow]) -> None:
         """Read the times of requests and tools in another unit, if their size shows one."""
-        scale = unix_scale((row.time for row in rows), "ms", self._repairs, option=False)
-        if scale == 1.0:
-            return
+        scales = unix_scales(rows, "ms", self._repairs, option=False)
         for row in rows:
+            scale = scales[row.file]
             row.time, row.end = (row.time or 0.0) * scale, (row.end or 0.0) * scale
         for tools in self.tools.values():
-            tools[:] = [(time * scale, name) for time, name in tools]
+            tools[:] = [(time * scales.get(file, 1.0), name, file) for time, name, file in tools]
 
-    def _add_tool(self, record: DynamoRecord) -> None:
+    def _add_tool(self, record: DynamoRecord, file: int) -> None:
         session, _ = _session(record)
         name = str((record.tool or {}).get("tool_class") or TOOL)
         self.tools.setdefault(session or "", []).append(
-            (FIXED.moment(record.event_time_unix_ms, "ms"), name)
+            (FIXED.moment(record.event_time_unix_ms, "ms"), name, file)
         )
 
     def _row(self, record: DynamoRecord, one: DynamoRequest, file: int, line: int) -> TraceRow:
@@ -187,7 +188,7 @@ def _wait(trigger: str) -> str:
     return HUMAN if "user" in trigger else PAUSE
 
 
-def _name_waits(members: list[TraceRow], tools: list[tuple[float, str]]) -> None:
+def _name_waits(members: list[TraceRow], tools: list[tuple[float, str, int]]) -> None:
     """Name the waits during which tools ended after the last of them."""
     ends = {row.request_id: row.end or 0.0 for row in members}
     for row in members:

@@ -86,8 +86,7 @@ class _Reader:
         self._options = options
         self._unit = MILLISECONDS[options.time_unit or "ms"]
         self._block_size = options.trace_block_size or BLOCK_SIZE
-        self._unsized = False
-        self._numbers = 0
+        self._dates = 0
         self._repairs = repairs
         self._decode = msgspec.json.Decoder(MooncakeRow).decode
         self._file = -1
@@ -123,28 +122,27 @@ class _Reader:
         try:
             return float(text)
         except ValueError:
-            self._numbers -= 1  # the row counts it among those in units
+            self._dates += 1
             return date(text) / self._unit
 
     def report(self) -> None:
-        """Mark the options on which rows depended."""
-        if self._unsized:
-            self._options.used.add("trace_block_size")
-        if self._numbers > 0:
-            self._options.used.add("time_unit")
+        """Mark the options on which rows depend."""
+        used, size = self._options.used, self._options.trace_block_size
+        if any(row.ids and row.block_size == size for row in self.rows if size):
+            used.add("trace_block_size")
+        if self._options.time_unit is not None:
+            numbers = sum(row.time is not None for row in self.rows) - self._dates
+            if numbers > 0 or any(row.delay for row in self.rows):
+                used.add("time_unit")
 
     def _row(self, row: MooncakeRow, file: int, line: int) -> TraceRow:
         ids = row.hash_ids or []
-        size = row.block_size
-        if size is None:
-            size = self._block_size
-            self._unsized = self._unsized or bool(ids)
+        size = row.block_size or self._block_size
         stated = row.input_length or row.input_tokens
         output = row.output_tokens if row.output_length is None else row.output_length
         time = row.created_time if row.timestamp is None else row.timestamp
         delay = row.delay_ms if row.delay is None else row.delay * self._unit
         wait = row.tool_wait_ms or 0.0
-        self._numbers += time is not None or row.delay is not None
         return TraceRow(
             line=line,
             file=file,

@@ -66,7 +66,6 @@ class Assembly:
         """
         found = found or len(rows)
         self._assume_outputs(rows)
-        note_doubtful_units(rows, self._repairs)
         self._normalise_times(rows)
         self._drop_impossible(rows)
         if not rows:
@@ -107,6 +106,7 @@ class Assembly:
     def _normalise_times(self, rows: list[TraceRow]) -> None:
         """Make the earliest time 0."""
         times = [row.time for row in rows if row.time is not None and isfinite(row.time)]
+        note_doubtful_units(rows, times, self._repairs)
         self._origin = origin = min(times, default=0.0)
         for row in rows:
             if row.time is not None:

@@ -147,6 +147,7 @@ class Table:
             self._text(),
             restkey=EXCESS,
             delimiter=delimiter,
+            strict=True,  # else a quote without its end takes all that follows
             skipinitialspace=any(f'{delimiter} "'.encode() in line for line in file.head[:2]),
         )
         try:

@@ -1,7 +1,9 @@
 """Units of times: Unix times, whose size shows theirs, and times that doubt theirs."""
 
 from collections.abc import Iterable, Sequence
-from math import isfinite
+from itertools import groupby
+from math import inf, isfinite
+from operator import attrgetter
 from statistics import median
 
 from kvmesh.workload.errors import Repairs
@@ -13,6 +15,7 @@ FIRST, LAST = 0.946e12, 4.103e12
 # Beyond these bounds the unit of times is doubtful, if there are more than SOME of them: requests
 # per second, milliseconds between requests, of waits, and per token of answers.
 SOME = 10
+MANY = 10_000  # rows that show a median
 FAST, SLOW = 1000, 1e5
 WAITS, ANSWERS = (10.0, 9e5), (0.2, 1e4)
 ANOTHER = "if the unit is another, --time-unit names it, or convert the fields that name theirs"
@@ -27,17 +30,25 @@ def rescale_unix_times(
     """
     if options.time_unit is not None:
         return
-    first: dict[int, float] = {}
-    for row in rows:
-        if row.time is not None and isfinite(row.time):
-            first[row.file] = min(row.time, first.get(row.file, row.time))
-    scales = {file: unix_scale([time], unit, repairs) for file, time in first.items()}
+    scales = unix_scales(rows, unit, repairs)
     if all(scale == 1.0 for scale in scales.values()):
         return
     for row in rows:
-        scale = scales.get(row.file, 1.0)
+        scale = scales[row.file]
         row.time = None if row.time is None else row.time * scale
         row.end = None if row.end is None else row.end * scale
+
+
+def unix_scales(
+    rows: list[TraceRow], unit: TimeUnit, repairs: Repairs, option: bool = True
+) -> dict[int, float]:
+    """The factor of each file for times that were read in `unit`, see `unix_scale`."""
+    first: dict[int, float] = {}
+    for file, members in groupby(rows, key=attrgetter("file")):
+        times = (row.time for row in members if row.time is not None and isfinite(row.time))
+        earliest = min(times, default=inf)
+        first[file] = min(earliest, first.get(file, earliest))
+    return {file: unix_scale([time], unit, repairs, option) for file, time in first.items()}
 
 
 def unix_scale(
@@ -57,13 +68,17 @@ def unix_scale(
     return MILLISECONDS[fitting[0]] / MILLISECONDS[unit]
 
 
-def note_doubtful_units(rows: Sequence[TraceRow], repairs: Repairs) -> None:
-    """State which times of a trace are too short or too long for a server or its clients."""
-    note_doubtful_pace([row.time for row in rows if row.time is not None], repairs)
-    note_doubtful_waits([row.delay for row in rows if row.waits], repairs)
+def note_doubtful_units(rows: Sequence[TraceRow], times: Sequence[float], repairs: Repairs) -> None:
+    """State which times of a trace are too short or too long for a server or its clients.
+
+    `times` are the finite ones of the rows.
+    """
+    note_doubtful_pace(times, repairs)
+    sample = rows[:: len(rows) // MANY + 1]
+    note_doubtful_waits([row.delay for row in sample if row.delay > 0], repairs)
     spans = [
-        ((row.end - row.time) / row.output_length)
-        for row in rows
+        (row.end - row.time) / row.output_length
+        for row in sample
         if row.end is not None and row.time is not None and row.output_length
     ]
     _note_median("answers take {} ms per token in the median", spans, ANSWERS, repairs)
@@ -71,15 +86,15 @@ def note_doubtful_units(rows: Sequence[TraceRow], repairs: Repairs) -> None:
 
 def note_doubtful_pace(times: Sequence[float], repairs: Repairs) -> None:
     """State that requests, at `times` in milliseconds, are too near or too far from each other."""
-    finite = [time for time in times if isfinite(time)]
-    if len(finite) <= SOME:
+    count = len(times)
+    if count <= SOME:
         return
-    first = min(finite)
-    span = max(finite) - first
+    first = min(times)
+    span = max(times) - first
     if not span:
-        repairs.assume(f"all {len(finite):,} requests with a time have the same one")
-    elif len(finite) > FAST * span / 1e3 or (first < FIRST and span > SLOW * len(finite)):
-        repairs.assume(f"{len(finite):,} requests in {_rounded(span / 1e3)} s: {ANOTHER}")
+        repairs.assume(f"all {count:,} requests with a time have the same one")
+    elif count > FAST * span / 1e3 or (first < FIRST and span > SLOW * count):
+        repairs.assume(f"{count:,} requests in {_rounded(span / 1e3)} s: {ANOTHER}")
 
 
 def note_doubtful_waits(waits: Sequence[float], repairs: Repairs) -> None:
