@@ -13,6 +13,7 @@ from kvmesh.workload.formats.registry import load
 from kvmesh.workload.model import Workload
 from kvmesh.workload.reading.options import ReadOptions
 
+ANOTHER = "if the unit is another, --time-unit names it, or convert the fields that name theirs"
 START = 1_760_000_000_000
 HEADER = {"schema": "dynamo.agentic_mooncake", "version": 2, "block_size": 64}
 
@@ -37,6 +38,10 @@ def agentic(number: int, *dependencies: dict[str, Any]) -> dict[str, Any]:
         "output_length": 5,
         "dependencies": list(dependencies),
     }
+
+
+def after(number: int, delay_ms: float) -> dict[str, Any]:
+    return {"request_id": f"r{number}", "delay_ms": delay_ms}
 
 
 def tracelab(number: int, **changes: Any) -> dict[str, Any]:
@@ -83,6 +88,7 @@ def read(folder: Path, content: bytes) -> tuple[Workload, list[str]]:
     return workload, repairs.notes
 
 
+SESSIONS = b"session_id,arrival_time,round_idx,prefix_len,input_len,output_len,tool_wait_after_ms\n"
 UNREAD = "fields that are not read: "
 AS_LONG = "prompts without `input_length` are as long as their hash_ids"
 AT_ONCE = "all requests start at once: the file has no times"
@@ -121,11 +127,39 @@ STATED = {
     ),
     "seconds in place of milliseconds": (
         lines(*(mooncake(n, timestamp=n / 10) for n in range(20))),
-        ["20 requests in 0.0019 s: --time-unit names the unit of the times if it is another"],
+        [f"20 requests in 0.0019 s: {ANOTHER}"],
+    ),
+    "one time": (
+        lines(*(mooncake(n, timestamp=7) for n in range(20))),
+        ["all 20 requests with a time have the same one"],
     ),
     "unknown parents": (
         lines(*(mooncake(n, session_id=f"{n}", parent_session_id="x") for n in range(2))),
         ["2 sessions of unknown parents: they are read as roots"],
+    ),
+    "a round that is missing": (
+        lines(tracelab(0), tracelab(2), tracelab(3)),
+        ["1 round missing between others of their session"],
+    ),
+    "a session of Weka without requests": (
+        lines(weka(), {"block_size": 64, "requests": []}),
+        ["left out 1 session without requests"],
+    ),
+    "parents in a circle": (
+        lines(bailian(0, 1, parent_chat_id=2), bailian(0, 2, parent_chat_id=1)),
+        ["chats whose parents lead back to them are sessions of their own"],
+    ),
+    "prefixes without a name": (
+        lines({"shared_prefix_length": 50, "tail_input_length": 5, "output_length": 5}),
+        ["rows without `shared_prefix_id` share one prefix"],
+    ),
+    "columns of TraceLab": (
+        SESSIONS.replace(b"\n", b",model\n", 1) + b"a,0,0,0,9,9,0,x\n",
+        ["fields that are not read: model"],
+    ),
+    "several arrivals of a session": (
+        SESSIONS + b"a,0,0,0,9,9,0\na,5,1,9,9,9,0\n",
+        ["1 session with several arrival times: the first counts"],
     ),
     "rounds twice": (
         lines(tracelab(0), tracelab(1), tracelab(1)),
@@ -134,6 +168,10 @@ STATED = {
     "a request twice": (
         lines(*[dynamo(request={"request_id": "a", "input_tokens": 9, "output_tokens": 9})] * 2),
         ["1 record with the request id of an earlier one"],
+    ),
+    "other events of Dynamo": (
+        lines(dynamo(), dynamo(event_type="request_start")),
+        ["1 record of other events is not read"],
     ),
     "more cached than the prompt": (
         lines(tracelab(0), tracelab(1, prefix_tokens=1000)),
@@ -147,6 +185,79 @@ def test_what_is_missing_is_stated(tmp_path: Path, name: str) -> None:
     content, expected = STATED[name]
     _, notes = read(tmp_path, content)
     assert [note for note in notes if note in expected] == expected
+
+
+SECONDS = START / 1000
+# Traces whose times are in another unit than their format's, and the start of what is said.
+UNITS = {
+    "Dynamo's times in seconds": (
+        lines(
+            *(
+                dynamo(
+                    event_time_unix_ms=SECONDS + 9 * n,
+                    request={"input_tokens": 9, "request_received_ms": SECONDS + 9 * n},
+                )
+                for n in range(3)
+            )
+        ),
+        "times are read as Unix times in s, by their size",
+    ),
+    "Dynamo's answers in seconds": (
+        lines(
+            *[dynamo(request={"input_tokens": 9, "output_tokens": 50, "total_time_ms": 2.0})] * 20
+        ),
+        "answers take 0.04 ms per token in the median",
+    ),
+    "delays in seconds": (
+        lines(HEADER, agentic(0), *(agentic(n, after(n - 1, 2.5)) for n in range(1, 20))),
+        "waits between turns are 2.5 ms in the median",
+    ),
+    "delays in microseconds": (
+        lines(HEADER, agentic(0), *(agentic(n, after(n - 1, 2e6)) for n in range(1, 20))),
+        "waits between turns are 2,000,000 ms in the median",
+    ),
+    "tools of TraceLab in seconds": (
+        SESSIONS + b"".join(b"%d,0,0,0,9,9,1.5\n" % n for n in range(20)),
+        "waits between turns are 1.5 ms in the median",
+    ),
+    "Weka in milliseconds": (
+        lines({"block_size": 64, "requests": [{"t": 9000 * n, "in": 64} for n in range(20)]}),
+        "20 requests in 171,000 s",
+    ),
+    "Bailian in milliseconds": (
+        lines(*(bailian(1000 * n, n) for n in range(20))),
+        "20 requests in 19,000 s",
+    ),
+    "Azure in milliseconds": (
+        b"TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        + b"".join(b"%d000,5,6\n" % n for n in range(20)),
+        "20 requests in 19,000 s",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_times_in_another_unit_are_told(tmp_path: Path, name: str) -> None:
+    content, expected = UNITS[name]
+    _, notes = read(tmp_path, content)
+    assert [note for note in notes if note.startswith(expected)]
+
+
+def test_files_have_a_unit_of_unix_times_each(tmp_path: Path) -> None:
+    def text(_: int, timestamp: float) -> dict[str, Any]:
+        return {"prompt": "a", "timestamp": timestamp}
+
+    def live(number: int, timestamp: float) -> dict[str, Any]:
+        return dynamo(
+            event_time_unix_ms=timestamp, request={"request_id": number, "input_tokens": 9}
+        )
+
+    for kind in (mooncake, text, live):
+        (tmp_path / "a.jsonl").write_bytes(lines(kind(0, timestamp=SECONDS)))
+        (tmp_path / "b.jsonl").write_bytes(lines(kind(1, timestamp=START + 2000)))
+        workload, repairs = load(str(tmp_path))
+        assert [round_.at_s for round_ in workload.rounds] == [0.0, 2.0]
+        assert any(note.startswith("times are read as ") for note in repairs.notes)
 
 
 DISPATCH = {"request_id": "r0", "trigger": "dispatch"}
@@ -197,6 +308,10 @@ REFUSED = {
     "a record without its request": (
         lines(dynamo(), dynamo(request=None)),
         "Object missing required field `request`",
+    ),
+    "a quote without its end": (
+        b'prompt,output_tokens_count\n"a\nb,5\nd,6\n',
+        "unexpected end of data",
     ),
     "a column twice": (
         b"timestamp,input_length,input_length,output_length\n0,5,7,6\n",
@@ -299,11 +414,99 @@ def test_a_pipe_is_refused(tmp_path: Path) -> None:
         load(str(tmp_path / "pipe"))
 
 
-def test_an_option_without_effect_is_stated(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(lines(mooncake()))
-    _, repairs = load(str(file), options=ReadOptions(turns="delta"))
-    assert repairs.notes == ["--turns delta changes nothing: no session has several rows"]
+OPTIONS = {"turns": "delta", "time_unit": "s", "trace_block_size": 32}
+# The options that a format has no use for.
+USELESS: dict[str, tuple[bytes, set[str]]] = {
+    "Mooncake": (lines(mooncake(input_length=64), mooncake(1, input_length=64)), {"turns"}),
+    "Mooncake with sizes": (lines(mooncake(block_size=512)), {"turns", "trace_block_size"}),
+    "Mooncake with dates": (
+        lines(mooncake(timestamp="2026-05-01", block_size=512)),
+        {*OPTIONS},
+    ),
+    "Mooncake without times": (
+        lines(mooncake(timestamp="absent", hash_ids="absent")),
+        {*OPTIONS},
+    ),
+    "agentic Mooncake": (lines(HEADER, agentic(0)), {*OPTIONS}),
+    "Dynamo": (lines(dynamo()), {*OPTIONS}),
+    "Weka": (lines(weka()), {"turns", "trace_block_size"}),
+    "the corpus": (
+        lines(tracelab(0, timing_events=[{"event_type": "output", "timestamp": "2026-05-01"}])),
+        {*OPTIONS},
+    ),
+    "sessions": (SESSIONS + b"a,7,0,0,9,9,0\n", {"turns", "trace_block_size"}),
+    "Bailian": (lines(bailian(0, 1)), {"turns"}),
+    "Azure": (
+        b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,5,6\n",
+        {*OPTIONS},
+    ),
+    "texts": (lines({"prompt": "a"}), {*OPTIONS}),
+    "texts with times": (lines({"prompt": "a", "timestamp": 5}), {"turns", "trace_block_size"}),
+}
+
+
+@pytest.mark.parametrize("name", USELESS)
+def test_an_option_without_effect_is_stated(tmp_path: Path, name: str) -> None:
+    content, useless = USELESS[name]
+    file = tmp_path / "trace"
+    file.write_bytes(content)
+    _, repairs = load(str(file), options=ReadOptions(**OPTIONS))  # type: ignore[arg-type]
+    told = {note.split(" ")[0] for note in repairs.notes if " changes nothing: " in note}
+    assert told == {f"--{each.replace('_', '-')}" for each in useless}
+
+
+def test_options_are_those_of_profiles_too() -> None:
+    _, repairs = load("demo", options=ReadOptions(time_unit="s"))
+    assert [note.split(":")[0] for note in repairs.notes] == ["--time-unit changes nothing"]
+    assert len(load("demo", options=ReadOptions(end_s=1.0))[0]) < len(load("demo")[0])
+
+
+def test_a_unit_counts_for_delays_of_texts(tmp_path: Path) -> None:
+    file = tmp_path / "trace"
+    turns = ({"text_input": "a" * 99 * n, "session_id": 1, "delay": 5} for n in (1, 2))
+    file.write_bytes(lines(*turns))
+    workload, _ = load(str(file), options=ReadOptions(time_unit="s"))
+    assert workload.rounds[1].at_s == 5.0
+
+
+def test_links_are_followed_once_and_dead_ones_are_named(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "traces", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "one.JSONL").write_bytes(lines(mooncake(0)))
+    (folder / "day").symlink_to(elsewhere)
+    (folder / "loop").symlink_to(folder)
+    (folder / "two.jsonl").write_bytes(lines(mooncake(1)))
+    (folder / "last.jsonl").symlink_to("two.jsonl")
+    (folder / "lost.jsonl").symlink_to("nowhere")
+    (folder / "part-0001").write_bytes(lines(mooncake(2)))
+    os.mkfifo(folder / "pipe.jsonl")
+    workload, repairs = load(str(folder))
+    assert len(workload) == 2
+    assert repairs.notes == [
+        "left out 4 files that are no traces: lost.jsonl (a dead link), part-0001 (not a name of "
+        "traces), pipe.jsonl (a pipe or device), two.jsonl (a link to last.jsonl)"
+    ]
+
+
+def test_a_session_may_go_on_in_another_table(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(SESSIONS + b"a,0,1,18,9,9,0\n")
+    (tmp_path / "b.csv").write_bytes(SESSIONS + b"a,0,0,0,9,9,0\n")
+    workload, repairs = load(str(tmp_path))
+    assert [round_.input_tokens for round_ in workload.rounds] == [9, 27]
+    (tmp_path / "c.csv").write_bytes(SESSIONS + b"a,0,0,0,9,9,0\n")
+    workload, repairs = load(str(tmp_path))
+    assert len(workload.sessions) == 2
+    assert "1 session with the name of one in another file" in repairs.notes
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [("", "no such file"), ("-", "write the input to a file"), ("s3://a/b", "a URL: fetch")],
+)
+def test_what_is_no_file_is_refused(source: str, reason: str) -> None:
+    with pytest.raises(WorkloadError, match=reason):
+        load(source)
 
 
 def test_a_text_says_more_than_its_length(tmp_path: Path) -> None:

@@ -72,6 +72,10 @@ SPELLINGS: dict[str, bytes] = {
     "names in capitals": "\n".join(
         [COLUMNS.title(), *(",".join(f'"{value}"' for value in row.values()) for row in ROWS)]
     ).encode(),
+    "hexadecimal": rows(hash_ids=lambda ids: [hex(ids[0]), *ids[1:]]).encode(),
+    "a table below blank lines, with blanks": "\n\n".join(
+        ["", ", ".join(ROWS[0]), *(", ".join(f'"{v}"' for v in row.values()) for row in ROWS)]
+    ).encode(),
     "tabs": "\n".join(
         ["\t".join(ROWS[0]), *("\t".join(map(str, row.values())) for row in ROWS)]
     ).encode(),
@@ -107,7 +111,7 @@ def test_a_unit_that_is_named_is_not_guessed(tmp_path: Path) -> None:
         (b"[]", "no requests in this file"),
         (b"\n\n", "no requests in this file"),
         (AZURE.splitlines()[0].encode(), "no requests in this file"),
-        (TEXT.encode("utf-16"), "this is text in UTF-16, which is not read: write it as UTF-8"),
+        (TEXT.encode("utf-16"), "this is text in UTF-16 or UTF-32, which is not read: write it as"),
         (b"\x00\x01\x02", "this is no text"),
         (b"\x93\x81\n", "this is no text"),
         (b'{"a": 1, "b": 2}', r"no known format has its records \(a, b\)"),
@@ -125,6 +129,13 @@ def test_a_unit_that_is_named_is_not_guessed(tmp_path: Path) -> None:
         (b"input_length,output_length\n5,7\n6", ":3: a line that is cut off"),
         (json.dumps(ROWS[0], indent=1).encode() * 2, r"`jq -c .` makes lines"),
         (b'{"metadata": {}, "metrics": {"ttft": 1}}', "AIPerf's records of a run"),
+        (b'{"sessionId": "a", "parentUuid": null, "type": "user"}', "a transcript of Claude Code"),
+        (b'{"timestamp": "2026-05-01", "type": "x", "payload": {}}', "a transcript of Codex"),
+        (b"<!DOCTYPE html>", "this is a web page or XML"),
+        (b"\x04\x22\x4d\x18a", "this is lz4, which is not read: unpack it"),
+        (rows(timestamp=lambda time: {"$date": time}).encode(), "got `object` - at `timestamp`"),
+        (rows(hash_ids=lambda ids: [ids]).encode(), r"got `array` - at `hash_ids\[0\]`"),
+        (rows(timestamp=lambda time: "01/05/2024").encode(), "nor a date in ISO 8601"),
     ],
 )
 def test_a_file_without_requests_is_named(tmp_path: Path, content: bytes, reason: str) -> None:
@@ -148,6 +159,15 @@ def test_defects_name_their_repair(tmp_path: Path) -> None:
     file.write_text(TEXT + '{"timestamp": 900, "input_length": -1}\n' * 3)
     with pytest.raises(TraceError, match=r"2 more lines like it\); with --repair: dropped the"):
         load(str(file))
+
+
+def test_rows_of_tables_may_be_records(tmp_path: Path) -> None:
+    file = tmp_path / "azure"
+    header, row = (line.split(",") for line in AZURE.splitlines())
+    file.write_text(json.dumps(dict(zip(header, row, strict=True))))
+    workload, repairs = load(str(file))
+    assert [round_.input_tokens for round_ in workload.rounds] == [374]
+    assert ": Azure's LLM inference trace, " in repairs.summary
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])

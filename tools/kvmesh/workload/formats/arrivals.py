@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from kvmesh.runtime.quantities import counted
 from kvmesh.workload.errors import Repairs
 from kvmesh.workload.model import SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
@@ -17,13 +18,12 @@ from kvmesh.workload.reading.options import ReadOptions, TimeUnit
 from kvmesh.workload.reading.rows import (
     TraceRow,
     decoded,
-    moment,
     note_unread,
     parsed,
     reason_of,
 )
 from kvmesh.workload.reading.source import TraceFile
-from kvmesh.workload.reading.unix_times import rescale_unix_times
+from kvmesh.workload.reading.time_units import rescale_unix_times
 
 
 class ArrivalRow(Struct, kw_only=True):
@@ -122,7 +122,6 @@ class _Reader:
         self._files = files
         self._repairs = repairs
         self._options = options
-        self._unit = options.milliseconds(table.unit)
         self._assembly = Assembly(files, repairs)
         self._prefixes: dict[str, int] = {}
         self._failed = 0
@@ -161,8 +160,10 @@ class _Reader:
         return parsed(named, ArrivalRow)
 
     def _row(self, one: ArrivalRow, file: int, line: int) -> TraceRow:
-        branch = None
+        branch, time = None, one.timestamp
         if one.prefix_length:
+            if one.prefix is None:
+                self._repairs.assume("rows without `shared_prefix_id` share one prefix")
             name = one.prefix or ""
             if name not in self._prefixes:
                 self._prefixes[name] = self._assembly.tree.fork()
@@ -173,15 +174,15 @@ class _Reader:
             input_length=one.prefix_length + one.input_length,
             output_length=one.output_length,
             branch=branch,
-            time=None if one.timestamp is None else moment(one.timestamp, self._unit),
+            time=None if time is None else self._options.moment(time, self._table.unit),
             session=one.session,
         )
 
     def _report(self, rows: list[TraceRow]) -> None:
+        assume = self._repairs.assume
         if self._failed:
-            self._repairs.assume(f"left out {self._failed:,} failed requests (no response tokens)")
+            assume(f"left out {counted(self._failed, 'failed request')} (no response tokens)")
         alone = sum(row.branch is None for row in rows)
         if alone:
-            self._repairs.assume(
-                f"{alone:,} requests share nothing: the format has lengths without contents"
-            )
+            prompts = counted(alone, "prompt")
+            assume(f"nothing shares {prompts}: the format has lengths without contents")

@@ -17,14 +17,13 @@ from kvmesh.workload.reading.options import ReadOptions
 from kvmesh.workload.reading.rows import (
     TraceRow,
     decoded,
-    moment,
     packed,
     parsed,
     prompt_tokens,
     reason_of,
 )
 from kvmesh.workload.reading.source import TraceFile
-from kvmesh.workload.reading.unix_times import rescale_unix_times
+from kvmesh.workload.reading.time_units import rescale_unix_times
 
 BLOCK_SIZE = 16
 SEVERAL = "files that count their chats anew are workloads of their own: read one at a time"
@@ -63,8 +62,11 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
             rows.append(row)
             chats.append(one.chat_id)
             parents[one.chat_id] = one.parent_chat_id
+    roots = {chat: _root(chat, parents) for chat in chats}
+    if any(parents[root] in parents for root in roots.values()):
+        repairs.assume("chats whose parents lead back to them are sessions of their own")
     for row, chat in zip(rows, chats, strict=True):
-        row.session = f"chat-{_root(chat, parents)}"
+        row.session = f"chat-{roots[chat]}"
     rescale_unix_times(rows, options, "s", repairs)
     match_block_ids(rows, files, repairs)
     assembly = Assembly(files, repairs)
@@ -73,7 +75,7 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
 
 
 def _row(one: BailianRow, options: ReadOptions, file: int, line: int, repairs: Repairs) -> TraceRow:
-    size = options.trace_block_size or BLOCK_SIZE
+    size = options.block_size(BLOCK_SIZE) if one.hash_ids else BLOCK_SIZE
     time = one.timestamp
     return TraceRow(
         line=line,
@@ -82,7 +84,7 @@ def _row(one: BailianRow, options: ReadOptions, file: int, line: int, repairs: R
         output_length=one.output_length,
         ids=packed(one.hash_ids),
         block_size=size,
-        time=None if time is None else moment(time, options.milliseconds("s")),
+        time=None if time is None else options.moment(time, "s"),
         kind=one.type,
     )
 

@@ -16,8 +16,8 @@ from kvmesh.hashing import TOKEN_BYTES, block_hashes
 from kvmesh.runtime.quantities import counted
 from kvmesh.workload.errors import Repairs
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
-from kvmesh.workload.reading.options import ReadOptions, TimeUnit
-from kvmesh.workload.reading.rows import TraceRow, decoded, moment, packed, reason_of
+from kvmesh.workload.reading.options import ReadOptions, TimeUnit, date
+from kvmesh.workload.reading.rows import TraceRow, decoded, packed, reason_of
 from kvmesh.workload.reading.source import TraceFile
 from kvmesh.workload.reading.text_records import CONVERSATIONS, TextRequest, requests_of
 from kvmesh.workload.reading.turns import apply_turns
@@ -35,7 +35,7 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
         for line, record in file.records() if file.is_json else file.table():
             reader.add(number, line, record)
     reader.report()
-    apply_turns(reader.additions, options.turns, repairs)
+    apply_turns(reader.additions, options, repairs)
     return Assembly(files, repairs).trace(reader.rows, found=reader.found)
 
 
@@ -50,7 +50,7 @@ class _Reader:
         self._repairs = repairs
         self._numbers = count(1)
         self._conversations: set[str | None] = set()
-        self._unit: TimeUnit | None = options.time_unit
+        self._units: dict[int, TimeUnit] = {}  # of files, by the first time in them
         self._empty = 0
 
     def add(self, file: int, line: int, record: bytes | str | dict[str, Any]) -> None:
@@ -84,8 +84,8 @@ class _Reader:
         assume("lengths are estimates: a token is 4 bytes of text, and a template adds none")
         if self._empty:
             assume(f"left out {counted(self._empty, 'conversation')} without a message")
-        if self._unit is not None:
-            assume(f"times are read as {self._unit} (--time-unit)")
+        for unit in dict.fromkeys(self._units.values()):
+            assume(f"times are read as {unit} (--time-unit)")
 
     def _add(self, request: TextRequest, file: int, line: int) -> None:
         output = request.output_tokens
@@ -99,10 +99,10 @@ class _Reader:
             output_length=output,
             ids=packed(_block_ids(request.prompt)),
             block_size=BLOCK_SIZE,
-            time=self._time(request) if timed else None,
+            time=self._time(request, file) if timed else None,
             session=request.session,
-            chained=not timed or request.delay_ms is not None,
-            delay=request.delay_ms or 0.0,
+            chained=not timed or request.delay is not None,
+            delay=self._delay(request),
             grows=request.grows,
             wait=request.wait,
         )
@@ -110,15 +110,20 @@ class _Reader:
         if request.adds:
             self.additions.append(row)
 
-    def _time(self, request: TextRequest) -> float:
+    def _time(self, request: TextRequest, file: int) -> float:
         try:
             time = float(request.time or 0.0)
         except ValueError:
-            return moment(request.time or "", 1.0)
-        if self._unit is None:
+            return date(str(request.time))
+        if file not in self._units:
             fitting = [unit for unit, least in UNIX.items() if time >= least]
-            self._unit = fitting[0] if fitting else request.unit
-        return time * self._options.milliseconds(self._unit)
+            self._units[file] = self._options.time_unit or [*fitting, request.unit][0]
+        return time * self._options.milliseconds(self._units[file])
+
+    def _delay(self, request: TextRequest) -> float:
+        """Milliseconds before the request, which only the field `delay` counts in an open unit."""
+        delay = request.delay or 0.0
+        return delay * (self._options.milliseconds(request.delay_unit) if delay else 0.0)
 
 
 def _tokens(text: bytes) -> int:

@@ -69,8 +69,8 @@ READ = (
 
 # Formats that are known and not read: a mark in the first bytes or record, the name, the way out.
 BINARY = {
-    b"\xff\xfe": ("text in UTF-16", "write it as UTF-8"),
-    b"\xfe\xff": ("text in UTF-16", "write it as UTF-8"),
+    b"\xff\xfe": ("text in UTF-16 or UTF-32", "write it as UTF-8"),
+    b"\xfe\xff": ("text in UTF-16 or UTF-32", "write it as UTF-8"),
     b"PAR1": (
         "Parquet",
         "write it as JSON lines (pandas: `to_json(lines=True)`)",
@@ -85,7 +85,16 @@ BINARY = {
     b"ORC": ("ORC", "write it as JSON lines"),
     b"version https://git-lfs": ("a pointer of Git LFS", "fetch the file (`git lfs pull`)"),
     b"SQLite format 3": ("an SQLite database", "export its rows as JSON lines"),
+    b"\x89HDF\r\n": ("HDF5", "write it as JSON lines (pandas: `to_json(lines=True)`)"),
+    b"\x93NUMPY": ("a NumPy array", "write its rows as JSON lines"),
+    b"\x04\x22\x4d\x18": ("lz4", "unpack it, or pack it with gzip"),
+    b"\xff\x06\0\0sNaPpY": ("snappy", "unpack it, or pack it with gzip"),
+    b"\x1f\x9d": ("packed by `compress`", "unpack it, or pack it with gzip"),
+    b"7z\xbc\xaf": ("a 7-Zip archive", "unpack it"),
+    b"Rar!": ("a RAR archive", "unpack it"),
+    b"<": ("a web page or XML", "fetch the file itself, or write it as JSON lines"),
 }
+TRANSCRIPT = "run the agent against a mesh and capture it (`kvmesh workload capture`)"
 OTHERS: tuple[tuple[frozenset[str], str, str], ...] = (
     (frozenset({"resourceSpans"}), "OpenTelemetry spans", "convert them to Mooncake rows"),
     (frozenset({"spans"}), "OpenTelemetry spans", "convert them to Mooncake rows"),
@@ -112,6 +121,9 @@ OTHERS: tuple[tuple[frozenset[str], str, str], ...] = (
         "the result of `vllm bench`",
         "read the data set that it was made from",
     ),
+    (frozenset({"parentUuid", "sessionId"}), "a transcript of Claude Code", TRANSCRIPT),
+    (frozenset({"sessionId", "uuid", "message"}), "a transcript of Claude Code", TRANSCRIPT),
+    (frozenset({"timestamp", "type", "payload"}), "a transcript of Codex", TRANSCRIPT),
     (frozenset({"payloads"}), "AIPerf's inputs.json", "extract their messages or prompts"),
     (frozenset({"forks"}), "AIPerf's DAG", "convert it to agentic Mooncake v2"),
     (frozenset({"spawns"}), "AIPerf's DAG", "convert it to agentic Mooncake v2"),
@@ -130,7 +142,7 @@ def format_of(file: TraceFile) -> TraceFormat:
     if start[257:262] == b"ustar":
         raise FormatError(f"{file}: this is a tar archive, which is not read: unpack it")
     if b"\0" in start or _undecodable(start):
-        raise FormatError(f"{file}: this is no text")
+        raise FormatError(f"{file}: this is no text: unpack it, or write it as JSON lines in UTF-8")
     if not file.is_json:
         return _of_table(file)
     records = _records(file)
@@ -203,21 +215,22 @@ def _of_record(file: TraceFile, fields: Mapping[str, Any]) -> TraceFormat | None
         return ROUNDS
     if "chat_id" in keys and ("hash_ids" in keys or "parent_chat_id" in keys):
         return BAILIAN
-    for name in ("input_length", "hash_ids", "timestamp"):
-        if isinstance(fields.get(name), dict) or _is_column(fields, name):
-            raise FormatError(
-                f"{file}: this is a table by columns, which is not read: write its rows as JSON "
-                "lines (pandas: `to_json(orient='records', lines=True)`)"
-            )
+    named = [name for name in ("input_length", "hash_ids", "timestamp") if name in keys]
+    if named and all(_is_column(fields[name], name) for name in named):
+        raise FormatError(
+            f"{file}: this is a table by columns, which is not read: write its rows as JSON "
+            "lines (pandas: `to_json(orient='records', lines=True)`)"
+        )
     for marks, name, way_out in OTHERS:
         if marks <= keys or any(marks <= turn.keys() for turn in _turns(fields)):
             raise FormatError(f"{file}: this is {name}, which is not read: {way_out}")
     return _of_lengths(fields)
 
 
-def _is_column(fields: Mapping[str, Any], name: str) -> bool:
-    """True if a field that is one value in a row is a list."""
-    value = fields.get(name)
+def _is_column(value: Any, name: str) -> bool:
+    """True if a field that is one value in a row, or one list, holds those of many."""
+    if isinstance(value, dict):
+        return True
     return isinstance(value, list) and (name != "hash_ids" or any(map(_is_list, value)))
 
 
@@ -231,11 +244,13 @@ def _turns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _of_lengths(fields: Mapping[str, Any]) -> TraceFormat | None:
-    if arrivals.SHARED_PREFIX.fits(set(fields)):
-        return PREFIXES
+    columns = {name.strip().lower() for name in fields}
+    found = next((each for table, each in TABLES if table.fits(columns)), None)
+    if found not in (None, COUNTS, LENGTHS):
+        return found
     if is_text(fields):
         return TEXT
-    if arrivals.GUIDELLM_COUNTS.fits(set(fields)):
+    if found is COUNTS:
         return COUNTS
     known = {"hash_ids", "input_length", "input_tokens", "output_length", "timestamp"}
     return MOONCAKE if len(known & fields.keys()) > 1 else None

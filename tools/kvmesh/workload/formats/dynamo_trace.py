@@ -18,12 +18,14 @@ from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.block_ids import match_block_ids
 from kvmesh.workload.reading.options import ReadOptions
 from kvmesh.workload.reading.recorded import follow
-from kvmesh.workload.reading.rows import TraceRow, decoded, moment, packed, parsed, reason_of
+from kvmesh.workload.reading.rows import TraceRow, decoded, packed, parsed, reason_of
 from kvmesh.workload.reading.source import TraceFile
+from kvmesh.workload.reading.time_units import unix_scales
 
 SCHEMAS = ("dynamo.request.trace.v1", "dynamo.agent.trace.v1")
 TOOL_EVENTS = ("tool_end", "tool_error")
 EVENTS = ("request_end", *TOOL_EVENTS)
+FIXED = ReadOptions()  # the fields name their units
 
 
 class DynamoContext(Struct, kw_only=True):
@@ -72,6 +74,7 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
             reader.add(number, line, record)
     reader.report()
     rows = [row for members in reader.sessions.values() for row in members]
+    reader.rescale(rows)
     for members in reader.sessions.values():
         follow(members, overlapping_on_time=True)
         _name_waits(members, reader.tools.get(members[0].session or "", []))
@@ -82,7 +85,7 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
 class _Reader:
     def __init__(self, repairs: Repairs) -> None:
         self.sessions: dict[str, list[TraceRow]] = {}
-        self.tools: dict[str, list[tuple[float, str]]] = {}
+        self.tools: dict[str, list[tuple[float, str, int]]] = {}
         self.found = 0
         self._repairs = repairs
         self._others = self._repeated = 0
@@ -91,12 +94,12 @@ class _Reader:
     def add(self, file: int, line: int, text: bytes) -> None:
         try:
             fields = _bare(decoded(text))
-            if fields.get("event_type") not in EVENTS and fields.get("schema") not in SCHEMAS:
+            if fields.get("event_type", EVENTS[0]) not in EVENTS:
                 self._others += 1
                 return
             record = parsed(fields, DynamoRecord)
             if record.event_type in TOOL_EVENTS:
-                self._add_tool(record)
+                self._add_tool(record, file)
             elif record.request is None:
                 raise msgspec.ValidationError("Object missing required field `request`")
             else:
@@ -111,17 +114,28 @@ class _Reader:
 
     def report(self) -> None:
         if self._others:
-            self._repairs.assume(f"{self._others:,} records of other events are not read")
+            records = counted(self._others, "record")
+            are = "is" if self._others == 1 else "are"
+            self._repairs.assume(f"{records} of other events {are} not read")
         if self._repeated:
             self._repairs.assume(
                 f"{counted(self._repeated, 'record')} with the request id of an earlier one"
             )
 
-    def _add_tool(self, record: DynamoRecord) -> None:
+    def rescale(self, rows: list[TraceRow]) -> None:
+        """Read the times of requests and tools in another unit, if their size shows one."""
+        scales = unix_scales(rows, "ms", self._repairs, option=False)
+        for row in rows:
+            scale = scales[row.file]
+            row.time, row.end = (row.time or 0.0) * scale, (row.end or 0.0) * scale
+        for tools in self.tools.values():
+            tools[:] = [(time * scales.get(file, 1.0), name, file) for time, name, file in tools]
+
+    def _add_tool(self, record: DynamoRecord, file: int) -> None:
         session, _ = _session(record)
         name = str((record.tool or {}).get("tool_class") or TOOL)
         self.tools.setdefault(session or "", []).append(
-            (moment(record.event_time_unix_ms, 1.0), name)
+            (FIXED.moment(record.event_time_unix_ms, "ms"), name, file)
         )
 
     def _row(self, record: DynamoRecord, one: DynamoRequest, file: int, line: int) -> TraceRow:
@@ -131,9 +145,9 @@ class _Reader:
         if tokens is None:
             raise msgspec.ValidationError("Object missing required field `input_tokens`")
         took = one.total_time_ms or 0.0
-        written = moment(record.event_time_unix_ms, 1.0)
+        written = FIXED.moment(record.event_time_unix_ms, "ms")
         received = one.request_received_ms
-        begin = written - took if received is None else moment(received, 1.0)
+        begin = written - took if received is None else FIXED.moment(received, "ms")
         cancelled = one.finish_reason_metadata.get("finish_reason") == "cancelled"
         context = record.agent_context or DynamoContext()
         return TraceRow(
@@ -174,7 +188,7 @@ def _wait(trigger: str) -> str:
     return HUMAN if "user" in trigger else PAUSE
 
 
-def _name_waits(members: list[TraceRow], tools: list[tuple[float, str]]) -> None:
+def _name_waits(members: list[TraceRow], tools: list[tuple[float, str, int]]) -> None:
     """Name the waits during which tools ended after the last of them."""
     ends = {row.request_id: row.end or 0.0 for row in members}
     for row in members:

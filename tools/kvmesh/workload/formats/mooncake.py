@@ -17,11 +17,10 @@ from kvmesh.workload.errors import Repairs
 from kvmesh.workload.model import TOOL, Milliseconds, Priority, SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.block_ids import match_block_ids
-from kvmesh.workload.reading.options import ReadOptions
+from kvmesh.workload.reading.options import MILLISECONDS, ReadOptions, date
 from kvmesh.workload.reading.rows import (
     TraceRow,
     decoded,
-    moment,
     note_unread,
     packed,
     parsed,
@@ -29,8 +28,8 @@ from kvmesh.workload.reading.rows import (
     reason_of,
 )
 from kvmesh.workload.reading.source import TraceFile
+from kvmesh.workload.reading.time_units import rescale_unix_times
 from kvmesh.workload.reading.turns import apply_turns, note_overlaps
-from kvmesh.workload.reading.unix_times import rescale_unix_times
 
 BLOCK_SIZE = 512
 
@@ -69,11 +68,12 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
         repairs.file = file.path
         for line, record in file.records() if file.is_json else file.table():
             reader.add(number, line, record)
+    reader.report()
     rows = reader.rows
     rescale_unix_times(rows, options, "ms", repairs)
     note_overlaps(rows, len(files), repairs)
     match_block_ids(rows, files, repairs)
-    apply_turns(rows, options.turns, repairs)
+    apply_turns(rows, options, repairs)
     return Assembly(files, repairs).trace(rows, ordered=True, found=reader.found)
 
 
@@ -83,8 +83,10 @@ class _Reader:
     def __init__(self, options: ReadOptions, repairs: Repairs) -> None:
         self.rows: list[TraceRow] = []
         self.found = 0
-        self._unit = options.milliseconds("ms")
+        self._options = options
+        self._unit = MILLISECONDS[options.time_unit or "ms"]
         self._block_size = options.trace_block_size or BLOCK_SIZE
+        self._dates = 0
         self._repairs = repairs
         self._decode = msgspec.json.Decoder(MooncakeRow).decode
         self._file = -1
@@ -108,14 +110,34 @@ class _Reader:
             except msgspec.DecodeError:
                 pass
         fields = decoded(record)
+        if isinstance(fields.get("wait_for"), str):
+            fields["wait_for"] = [fields["wait_for"]] if fields["wait_for"] else []
         for name in ("timestamp", "created_time"):
             if isinstance(value := fields.get(name), str) and value:
-                fields[name] = moment(value, self._unit) / self._unit
+                fields[name] = self._time(value)
         return parsed(fields, MooncakeRow)
 
+    def _time(self, text: str) -> float:
+        """The number of units of a number or a date as text; raises ValueError."""
+        try:
+            return float(text)
+        except ValueError:
+            self._dates += 1
+            return date(text) / self._unit
+
+    def report(self) -> None:
+        """Mark the options on which rows depend."""
+        used, size = self._options.used, self._options.trace_block_size
+        if any(row.ids and row.block_size == size for row in self.rows if size):
+            used.add("trace_block_size")
+        if self._options.time_unit is not None:
+            numbers = sum(row.time is not None for row in self.rows) - self._dates
+            if numbers > 0 or any(row.delay for row in self.rows):
+                used.add("time_unit")
+
     def _row(self, row: MooncakeRow, file: int, line: int) -> TraceRow:
-        size = row.block_size or self._block_size
         ids = row.hash_ids or []
+        size = row.block_size or self._block_size
         stated = row.input_length or row.input_tokens
         output = row.output_tokens if row.output_length is None else row.output_length
         time = row.created_time if row.timestamp is None else row.timestamp

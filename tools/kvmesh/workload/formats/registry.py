@@ -5,17 +5,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
+from msgspec import structs
+
 from kvmesh.runtime.quantities import counted
 from kvmesh.workload.collection import uncollected
-from kvmesh.workload.errors import Repairs, WorkloadError
+from kvmesh.workload.errors import SHOWN, Repairs, WorkloadError
 from kvmesh.workload.formats import native, tracelab
 from kvmesh.workload.formats.detection import TEXT, FormatError, TraceFormat, format_of
 from kvmesh.workload.generate.agents import AgentGenerator
 from kvmesh.workload.generate.profile import builtin, load_profile
 from kvmesh.workload.model import Workload
+from kvmesh.workload.reading.assembly import ReadTrace
 from kvmesh.workload.reading.options import ReadOptions
 from kvmesh.workload.reading.source import TraceFile, trace_files
-from kvmesh.workload.reading.window import adjusted
+from kvmesh.workload.reading.window import adjusted, planned_starts
 from kvmesh.workload.writing import mooncake
 from kvmesh.workload.writing.losses import Property, lost
 from kvmesh.workload.writing.targets import Target, write_for
@@ -46,25 +49,47 @@ def load(
     A profile is a `.toml` file or a shipped name. Raises WorkloadError or OSError.
     """
     sources = [source] if isinstance(source, str) else list(source)
+    options = structs.replace(options, used=set())
     if len(sources) == 1 and _is_profile(sources[0]):
         repairs = Repairs(Path(sources[0]), repair)
-        return AgentGenerator(load_profile(sources[0]), seed).workload(), repairs
+        drawn = AgentGenerator(load_profile(sources[0]), seed).workload()
+        return _adjusted(
+            ReadTrace(workload=drawn, starts=planned_starts(drawn)), options, repairs
+        ), repairs
     for each in sources:
-        if not Path(each).exists():
-            shipped = ", ".join(builtin())
-            raise FormatError(f"{each}: no such file or shipped profile ({shipped})")
-    files = trace_files(sources)
+        if not each or not Path(each).exists():
+            raise FormatError(f"{each or repr(each)}: {_no_such(each)}")
+    files, left_out = trace_files(sources)
     folders = any(Path(each).is_dir() for each in sources)
     with _bounded_depth(files):
-        files, found, left_out = _of_one_format(files, folders)
+        files, found, others = _of_one_format(files, folders)
+    left_out += others
     repairs = Repairs(files[0].path, repair)
-    for reason in left_out:
-        repairs.assume(reason)
+    if left_out:
+        more = " …" if len(left_out) > SHOWN else ""
+        kind = "that is no trace" if len(left_out) == 1 else "that are no traces"
+        names = ", ".join(left_out[:SHOWN])
+        repairs.assume(f"left out {counted(len(left_out), 'file')} {kind}: {names}{more}")
     with uncollected(), _bounded_depth(files):
         read = found.read(files, options, repairs)
-    workload = adjusted(read.workload, read.starts, options, repairs)
+    workload = _adjusted(read, options, repairs)
     repairs.summary = _summary(files, found, workload, read.starts)
     return workload, repairs
+
+
+def _no_such(source: str) -> str:
+    if "://" in source:
+        return "a URL: fetch the file and name it"
+    if source == "-":
+        return "traces are read twice: write the input to a file and name it"
+    return f"no such file or shipped profile ({', '.join(builtin())})"
+
+
+def _adjusted(read: ReadTrace, options: ReadOptions, repairs: Repairs) -> Workload:
+    """The workload as the options want it; states those without effect."""
+    for reason in options.unused():
+        repairs.assume(reason)
+    return adjusted(read.workload, read.starts, options, repairs)
 
 
 @contextmanager
@@ -84,7 +109,7 @@ def _is_profile(source: str) -> bool:
 def _of_one_format(
     files: Sequence[TraceFile], folders: bool
 ) -> tuple[list[TraceFile], TraceFormat, list[str]]:
-    """The files that have a format, which must be one, and why others are left out.
+    """The files that have a format, which must be one, and the names of those left out.
 
     Those of folders may be of none, or hold texts beside traces. Raises FormatError, TraceError or
     OSError.
@@ -111,13 +136,7 @@ def _of_one_format(
                 f"{file} is {other.name}, but {first} is {format_.name}: "
                 "the files of one workload have one format; name those alone (FOLDER/*.json)"
             )
-    reasons = []
-    if left_out:
-        names = ", ".join(file.path.name for file, _ in left_out[:3])
-        more = " …" if len(left_out) > 3 else ""
-        kind = "that is no trace" if len(left_out) == 1 else "that are no traces"
-        reasons = [f"left out {counted(len(left_out), 'file')} {kind}: {names}{more}"]
-    return [file for file, _ in found], format_, reasons
+    return [file for file, _ in found], format_, [file.path.name for file, _ in left_out]
 
 
 def _summary(

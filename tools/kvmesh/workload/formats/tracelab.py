@@ -15,13 +15,18 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from kvmesh.runtime.quantities import counted
 from kvmesh.workload.errors import Problem, Repairs, TraceError, WorkloadError
 from kvmesh.workload.model import LIMIT, Milliseconds, Round, Session, Tokens, Workload
 from kvmesh.workload.reading.assembly import UNIT_HINT, ReadTrace
 from kvmesh.workload.reading.options import ReadOptions
-from kvmesh.workload.reading.rows import OUTPUT_TOKENS, moment, note_outputs, parsed, reason_of
+from kvmesh.workload.reading.rows import OUTPUT_TOKENS, note_outputs, note_unread, parsed, reason_of
 from kvmesh.workload.reading.source import TraceFile
-from kvmesh.workload.reading.unix_times import unix_scale
+from kvmesh.workload.reading.time_units import (
+    note_doubtful_pace,
+    note_doubtful_waits,
+    unix_scale,
+)
 from kvmesh.workload.reading.window import planned_starts
 from kvmesh.workload.tree import Tree
 
@@ -43,19 +48,36 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
     """The sessions in the files; raises TraceError or OSError."""
     sessions: list[list[tuple[int, TracelabRow]]] = []
     paths: dict[int, Path] = {}
+    known: dict[str, list[tuple[int, TracelabRow]]] = {}
+    again = 0
     for file in files:
         repairs.file = file.path
-        for rows in _sessions(file, options, repairs).values():
+        for name, rows in _sessions(file, options, repairs).items():
+            before = known.get(name, [])
+            if before and _rounds(before).isdisjoint(_rounds(rows)):
+                before += rows
+                before.sort(key=_round_of)
+                continue
+            again += bool(before)
+            known[name] = rows
             sessions.append(rows)
             paths[id(rows)] = file.path
+    if again:
+        repairs.assume(f"{counted(again, 'session')} with the name of one in another file")
     if not sessions:
         nothing = Problem(1, "no sessions in this file", "")
         raise TraceError(files[0].path, repairs.problems or [nothing])
     if len(sessions) > 1 and not any(rows[0][1].arrival_time for rows in sessions):
         repairs.assume("all sessions start at once: the file has no arrival times")
     sessions.sort(key=lambda rows: rows[0][1].arrival_time)
+    several = sum(len({row.arrival_time for _, row in rows}) > 1 for rows in sessions)
+    if several:
+        repairs.assume(
+            f"{counted(several, 'session')} with several arrival times: the first counts"
+        )
     _normalise_times(sessions, paths, options, repairs)
     every = [row for rows in sessions for _, row in rows]
+    note_doubtful_waits([row.tool_wait_after_ms for row in every], repairs)
     missing = [row for row in every if row.output_len is None]
     for row in missing:
         row.output_len = OUTPUT_TOKENS
@@ -70,6 +92,14 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
     return ReadTrace(workload=workload, starts=planned_starts(workload))
 
 
+def _round_of(numbered: tuple[int, TracelabRow]) -> int:
+    return numbered[1].round_idx
+
+
+def _rounds(rows: list[tuple[int, TracelabRow]]) -> set[int]:
+    return {row.round_idx for _, row in rows}
+
+
 def _sessions(
     file: TraceFile, options: ReadOptions, repairs: Repairs
 ) -> dict[str, list[tuple[int, TracelabRow]]]:
@@ -79,14 +109,14 @@ def _sessions(
     missing = [name for name in missing if name != "arrival_time"]
     if missing:
         raise file.error(1, f"missing column {', '.join(missing)}")
-    unit = options.milliseconds("ms")
+    note_unread(table.columns, (*COLUMNS, "id"), repairs)
     for number, fields in table:
         if isinstance(fields, str):
             repairs.note(number, fields, "dropped the line")
             continue
         try:
             named = _named(fields)
-            named["arrival_time"] = moment(named.get("arrival_time") or 0.0, unit)
+            named["arrival_time"] = _arrival(named.get("arrival_time"), options)
             if not isfinite(named["arrival_time"]):
                 raise ValueError("a finite number expected - at `arrival_time`")
             row = parsed(named, TracelabRow)
@@ -95,6 +125,10 @@ def _sessions(
             continue
         sessions.setdefault(row.session_id, []).append((number, row))
     return sessions
+
+
+def _arrival(value: Any, options: ReadOptions) -> float:
+    return options.moment(value, "ms") if value else 0.0
 
 
 def _named(fields: dict[str, str]) -> dict[str, Any]:
@@ -111,7 +145,10 @@ def _normalise_times(
     """Let the first session start at 0, and drop those that start too long after it."""
     firsts = [rows[0][1] for rows in sessions]
     origin = firsts[0].arrival_time
-    scale = unix_scale((row.arrival_time for row in firsts), options, "ms", repairs)
+    scale = 1.0
+    if options.time_unit is None:
+        scale = unix_scale((row.arrival_time for row in firsts), "ms", repairs)
+    note_doubtful_pace([row.arrival_time * scale for row in firsts], repairs)
     for rows in list(sessions):
         line, first = rows[0]
         first.arrival_time = (first.arrival_time - origin) * scale
@@ -145,7 +182,7 @@ def _order(rows: list[tuple[int, TracelabRow]], repairs: Repairs) -> None:
         if row.round_idx != round_idx:
             reason = f"round {row.round_idx} of session {row.session_id}, expected {round_idx}"
             repairs.note(line, reason, "renumbered the rounds")
-            rows.sort(key=lambda numbered: numbered[1].round_idx)
+            rows.sort(key=_round_of)
             return
 
 

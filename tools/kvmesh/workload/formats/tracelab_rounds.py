@@ -16,9 +16,9 @@ from kvmesh.workload.model import HUMAN, TOOL, SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
 from kvmesh.workload.reading.options import ReadOptions
 from kvmesh.workload.reading.recorded import follow
-from kvmesh.workload.reading.rows import TraceRow, decoded, moment, parsed, reason_of
+from kvmesh.workload.reading.rows import TraceRow, decoded, parsed, reason_of
 from kvmesh.workload.reading.source import TraceFile
-from kvmesh.workload.reading.unix_times import rescale_unix_times
+from kvmesh.workload.reading.time_units import rescale_unix_times
 from kvmesh.workload.tree import Tree
 
 INPUT_EVENTS = ("user_message", "tool_result")
@@ -46,12 +46,12 @@ class TracelabRound(Struct, kw_only=True):
     timing_events: list[TracelabEvent] = []
     tools: list[TracelabTool] = []
 
-    def times(self) -> tuple[float, float] | None:
+    def times(self, options: ReadOptions) -> tuple[float, float] | None:
         """Unix milliseconds of the request (its last input) and of its last output, if known."""
         inputs = [e.timestamp for e in self.timing_events if e.event_type in INPUT_EVENTS]
         outputs = [e.timestamp for e in self.timing_events if e.event_type not in INPUT_EVENTS]
-        begins = [moment(time, 1.0) for time in inputs if time != ""]
-        ends = [moment(time, 1.0) for time in outputs if time != ""]
+        begins = [options.moment(time, "ms") for time in inputs if time != ""]
+        ends = [options.moment(time, "ms") for time in outputs if time != ""]
         if not begins and not ends:
             return None
         begin = max(begins) if begins else min(ends)
@@ -76,7 +76,7 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
             found += 1
             try:
                 one = parsed(decoded(record), TracelabRound)
-                row = _row(one, number, line, found)
+                row = _row(one, options, number, line, found)
             except (msgspec.MsgspecError, ValueError) as error:
                 repairs.note(line, reason_of(error), "dropped the line")
                 continue
@@ -88,6 +88,9 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
     twice = sum(len(m) - len({one.round_index for _, one in m}) for m in sessions.values())
     if twice:
         repairs.assume(f"{counted(twice, 'round')} with the index of another one of their session")
+    absent = sum(_absent({one.round_index for _, one in m}) for m in sessions.values())
+    if absent:
+        repairs.assume(f"{counted(absent, 'round')} missing between others of their session")
     over = sum(one.prefix_tokens > row.input_length for m in sessions.values() for row, one in m)
     if over:
         repairs.assume(f"{counted(over, 'round')} with more cached tokens than prompt tokens")
@@ -104,8 +107,8 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
     return assembly.trace(rows, found=found)
 
 
-def _row(one: TracelabRound, file: int, line: int, number: int) -> TraceRow:
-    times = one.times()
+def _row(one: TracelabRound, options: ReadOptions, file: int, line: int, number: int) -> TraceRow:
+    times = one.times(options)
     if times is None:
         raise ValueError("no timestamp in `timing_events`")
     return TraceRow(
@@ -120,6 +123,10 @@ def _row(one: TracelabRound, file: int, line: int, number: int) -> TraceRow:
         session=one.session_id,
         kind=one.provider,
     )
+
+
+def _absent(indices: set[int]) -> int:
+    return max(indices) - min(indices) + 1 - len(indices)
 
 
 class _Heads:

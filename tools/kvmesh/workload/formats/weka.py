@@ -6,10 +6,12 @@ full blocks of `block_size` tokens. An entry of type `subagent` holds the reques
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
+from kvmesh.runtime.quantities import counted
 from kvmesh.workload.errors import Repairs
 from kvmesh.workload.model import HUMAN, TOOL, Seconds, SomeTokens, Tokens
 from kvmesh.workload.reading.assembly import Assembly, ReadTrace
@@ -56,7 +58,7 @@ class WekaFile(Struct, kw_only=True):
     block_size: SomeTokens
     requests: list[WekaEntry]
     id: str | int = ""
-    hash_id_scope: str = "local"
+    hash_id_scope: Literal["local", "global"] = "local"
 
 
 def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> ReadTrace:
@@ -71,9 +73,12 @@ def read(files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> 
                 repairs.note(line, reason_of(error), "dropped the session")
             else:
                 reader.add(session, number, line)
-    if reader.sessions > 1:
+    if reader.empty:
+        repairs.assume(f"left out {counted(reader.empty, 'session')} without requests")
+    sessions = reader.sessions - reader.empty
+    if sessions > 1:
         repairs.assume(
-            f"{reader.sessions:,} sessions start together: the format has no times between them"
+            f"{sessions:,} sessions start together: the format has no times between them"
         )
     return reader.assembly.trace(reader.rows)
 
@@ -103,7 +108,7 @@ class _Reader:
     def __init__(self, files: Sequence[TraceFile], options: ReadOptions, repairs: Repairs) -> None:
         self.assembly = Assembly(files, repairs)
         self.rows: list[TraceRow] = []
-        self.sessions = 0
+        self.sessions = self.empty = 0
         self._requests = 0
         self._files = files
         self._names: set[str] = set()
@@ -116,6 +121,7 @@ class _Reader:
     def add(self, session: WekaFile, number: int, line: int) -> None:
         """Add the rows of a session; their ids end with it, so they are resolved at once."""
         self.sessions += 1
+        self.empty += not session.requests
         self._line = (number, line)
         self._scope = self.sessions if session.hash_id_scope == "local" else 0
         self._size = session.block_size

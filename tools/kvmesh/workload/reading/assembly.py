@@ -14,14 +14,13 @@ from kvmesh.workload.ordering import ancestors, topological_order
 from kvmesh.workload.reading.prefixes import SharedPrefixes, joined, separate, shared_prefixes
 from kvmesh.workload.reading.rows import OUTPUT_TOKENS, TraceRow, note_outputs
 from kvmesh.workload.reading.source import TraceFile
+from kvmesh.workload.reading.time_units import note_doubtful_units
 from kvmesh.workload.reading.tree_builder import TreeBuilder
 from kvmesh.workload.tree import Tree
 
 RENAME_HINT = "--repair reads an id behind other blocks as another block"
 UNIT_HINT = "--time-unit names the unit of the times"
 MOST_MS = LIMIT * 1e3
-# Requests per second, and requests beyond these, from which the unit of times is doubtful.
-FAST, SOME = 1000, 10
 DONE = TraceRow(line=0, input_length=1, output_length=0)
 
 
@@ -105,18 +104,13 @@ class Assembly:
         note_outputs(len(missing), self._repairs)
 
     def _normalise_times(self, rows: list[TraceRow]) -> None:
-        """Make the earliest time 0; state it if requests come faster than any server takes them."""
+        """Make the earliest time 0."""
         times = [row.time for row in rows if row.time is not None and isfinite(row.time)]
+        note_doubtful_units(rows, times, self._repairs)
         self._origin = origin = min(times, default=0.0)
         for row in rows:
             if row.time is not None:
                 row.time -= origin
-        span = max(times, default=0.0) - origin
-        if span and len(times) > FAST * span / 1e3 + SOME:
-            self._repairs.assume(
-                f"{len(times):,} requests in {span / 1e3:,.3g} s: --time-unit names the unit of "
-                "the times if it is another"
-            )
 
     def _drop_impossible(self, rows: list[TraceRow]) -> None:
         """Drop rows with lengths, times or waits out of range, which not all readers check."""

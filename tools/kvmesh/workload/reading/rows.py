@@ -4,7 +4,6 @@ import json
 import re
 from array import array
 from collections.abc import Collection, Iterable, Sequence
-from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -24,7 +23,7 @@ NAMES = {
     *("session", "prefix"),
 }
 IDS = {"hash_ids", "input_sequence_hashes"}
-_INTEGER = re.compile(r"[-+]?(?:0|[1-9]\d*)")
+_INTEGER = re.compile(r"[-+]?(?:0|[1-9]\d*|0[xX][\da-fA-F]+)")
 _FLOAT = re.compile(r"[-+]?\d+\.\d*(?:[eE][-+]?\d+)?")
 EXACT = 1 << 53  # up to here each integer is a float of its own
 T = TypeVar("T")
@@ -130,18 +129,6 @@ def decoded(record: bytes | str | dict[str, Any]) -> dict[str, Any]:
         return msgspec.convert(fields, dict[str, Any])
 
 
-def moment(value: float | str, unit_ms: float) -> float:
-    """Milliseconds of a number of units, or of a date in ISO 8601; raises ValueError.
-
-    A date may have any number of digits; without a zone it is UTC.
-    """
-    try:
-        return float(value) * unit_ms
-    except ValueError:
-        time = datetime.fromisoformat(str(value).strip().replace(" UTC", "+00:00"))
-    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1e3
-
-
 def parsed(fields: dict[str, Any], type_: type[T]) -> T:
     """A record of `type_` from fields as other tools spell them; raises msgspec.ValidationError.
 
@@ -213,7 +200,7 @@ def _exact(value: Any) -> Any:
 
 def _id(text: str) -> int | float:
     if _INTEGER.fullmatch(text):
-        return int(text)
+        return int(text, 0)
     if _FLOAT.fullmatch(text):
         return float(text)
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -3,13 +3,14 @@
 import csv
 import gzip
 import io
+import os
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -20,6 +21,7 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".traj")
 # Of files that hold traces which are not read, so that a folder's are named.
 OTHERS = (".parquet", ".arrow", ".feather", ".avro", ".orc", ".zst", ".xz", ".bz2", ".zip", ".tar")
 PEEKED_LINES = 50
+NOTES = (".md", ".rst")  # about the files of a folder
 MOST_PACKINGS = 3  # gzip within gzip
 DELIMITERS = ",;\t|"
 USUAL_CELL, LONG_CELL = csv.field_size_limit(), (1 << 31) - 1  # characters
@@ -141,8 +143,16 @@ class Table:
         header = file.head[0] if file.head else b""
         delimiter = max(DELIMITERS, key=lambda each: header.count(each.encode()))
         csv.field_size_limit(USUAL_CELL)
-        self._reader = csv.DictReader(self._text(), restkey=EXCESS, delimiter=delimiter)
+        self._reader = csv.DictReader(
+            self._text(),
+            restkey=EXCESS,
+            delimiter=delimiter,
+            strict=True,  # else a quote without its end takes all that follows
+            skipinitialspace=any(f'{delimiter} "'.encode() in line for line in file.head[:2]),
+        )
         try:
+            while header and not self._reader.fieldnames:  # blank lines
+                self._reader.fieldnames = None
             self.columns = [name.strip().lower() for name in self._reader.fieldnames or ()]
         except csv.Error as error:
             raise file.error(1, str(error)) from error
@@ -185,32 +195,69 @@ def _is_object(text: bytes) -> bool:
     return True
 
 
-def trace_files(sources: Iterable[str]) -> list[TraceFile]:
+class Found(NamedTuple):
+    """The files of the sources, and those of folders that are left out, with the reason."""
+
+    files: list[TraceFile]
+    left_out: list[str]
+
+
+def trace_files(sources: Iterable[str]) -> Found:
     """The files that the sources name; of a folder, those below it with a suffix of traces.
 
-    Raises SourceError.
+    Raises SourceError or OSError.
     """
     found: dict[Path, Path] = {}
+    left_out: list[str] = []
     for source in sources:
         path = Path(source)
-        inside = [path]
         if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if _is_trace(file, path))
-        elif not path.is_file():
+            inside = _inside(path, left_out)
+            if not inside:
+                known = ", ".join(SUFFIXES)
+                others = f"; it has {', '.join(left_out[:3])}" if left_out else ""
+                raise SourceError(
+                    f"{source}: no trace in this folder ({known}, or those with .gz){others}"
+                )
+        elif path.is_file():
+            inside = {path.resolve(): path}
+        else:
             raise SourceError(f"{source}: a pipe or device, which is read once: name a file")
-        if not inside:
-            known = ", ".join(SUFFIXES)
-            raise SourceError(f"{source}: no trace in this folder ({known}, or those with .gz)")
-        for file in inside:
-            if found.setdefault(file.resolve(), file) is not file:
+        for target, file in inside.items():
+            if found.setdefault(target, file) is not file:
                 raise SourceError(f"{file}: this file is named twice")
-    return [TraceFile(path) for path in found.values()]
+    return Found([TraceFile(path) for path in found.values()], left_out)
 
 
-def _is_trace(file: Path, folder: Path) -> bool:
-    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    return (
-        not hidden
-        and file.is_file()
-        and file.name.removesuffix(".gz").endswith((*SUFFIXES, *OTHERS))
-    )
+def _inside(folder: Path, left_out: list[str]) -> dict[Path, Path]:
+    """The traces below a folder by what links lead to; hidden files and notes are none."""
+    found: dict[Path, Path] = {}
+    for file in sorted(_walk(folder)):
+        if not file.name.lower().removesuffix(".gz").endswith((*SUFFIXES, *OTHERS)):
+            left_out.append(f"{file.name} (not a name of traces)")
+        elif not file.exists():
+            left_out.append(f"{file.name} (a dead link)")
+        elif not file.is_file():
+            left_out.append(f"{file.name} (a pipe or device)")
+        elif (first := found.setdefault(file.resolve(), file)) is not file:
+            left_out.append(f"{file.name} (a link to {first.name})")
+    return found
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """All files below a folder and those that it links to, but hidden ones and notes."""
+    passed: set[Path] = set()
+    for name, folders, files in os.walk(folder, onerror=_fail, followlinks=True):
+        here = Path(name)
+        if here.resolve() in passed:
+            folders.clear()
+            continue
+        passed.add(here.resolve())
+        folders[:] = sorted(each for each in folders if not each.startswith("."))
+        for file in files:
+            if not file.startswith(".") and not file.lower().endswith(NOTES):
+                yield here / file
+
+
+def _fail(error: OSError) -> None:
+    raise error

@@ -40,8 +40,9 @@ OUTPUT_TOKENS = (
 class TextRequest(Struct, kw_only=True):
     """A request as text.
 
-    `time` is in `unit`, or a date. With `grows`, the prompt is what a turn adds to the
-    conversation; with `adds`, the format leaves open which of both it is.
+    `time` is in `unit`, or a date; `delay`, after the turn before, in `delay_unit`. With `grows`,
+    the prompt is what a turn adds to the conversation; with `adds`, the format leaves open which of
+    both it is.
     """
 
     prompt: bytes
@@ -50,7 +51,8 @@ class TextRequest(Struct, kw_only=True):
     output_tokens: int | None = None
     time: float | str | None = None
     unit: TimeUnit = "ms"
-    delay_ms: float | None = None
+    delay: float | None = None
+    delay_unit: TimeUnit = "ms"
     grows: bool = False
     adds: bool = False
     wait: str = ""
@@ -97,10 +99,8 @@ def _is_one_request(fields: Mapping[str, Any], conversation: list[Any]) -> bool:
 def _single(fields: Mapping[str, Any], conversation: list[Any] | None) -> TextRequest:
     output = next((fields[key] for key in OUTPUTS if isinstance(fields.get(key), str)), None)
     time, unit = _time(fields)
-    delay = fields.get("delay")
-    gap = fields.get("pre_gap")
-    if delay is None and gap is not None:
-        delay = float(gap) * 1e3
+    key = "delay" if fields.get("delay") is not None else "pre_gap"
+    delay = fields.get(key)
     return TextRequest(
         prompt=_prompt(fields, conversation),
         session=_session(fields),
@@ -108,7 +108,8 @@ def _single(fields: Mapping[str, Any], conversation: list[Any] | None) -> TextRe
         output_tokens=_output_tokens(fields),
         time=time,
         unit=unit,
-        delay_ms=None if delay is None else float(delay),
+        delay=None if delay is None else float(delay),
+        delay_unit="ms" if key == "delay" else "s",
         adds="text_input" in fields,
     )
 
@@ -177,7 +178,7 @@ def _turns(fields: Mapping[str, Any], name: str) -> Iterator[TextRequest]:
         one.wait = HUMAN if index else ""
         one.adds = False
         if index and one.time is None:
-            one.delay_ms = one.delay_ms or 0.0
+            one.delay = one.delay or 0.0
         yield one
 
 
@@ -210,7 +211,7 @@ def _answers(fields: Mapping[str, Any], messages: list[Any], session: str) -> It
                 output=text,
                 time=time,
                 unit=unit,
-                delay_ms=0.0 if time is None else None,
+                delay=0.0 if time is None else None,
                 wait=TOOL if before in TOOLS else HUMAN,
             )
             time = None

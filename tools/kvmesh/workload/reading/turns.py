@@ -4,14 +4,16 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from kvmesh.workload.errors import Repairs
-from kvmesh.workload.reading.options import Turns
+from kvmesh.workload.reading.options import ReadOptions
 from kvmesh.workload.reading.rows import TraceRow
 
 FEW = 0.05  # share of turns that may repeat their session's prompt by chance
 
 
-def apply_turns(rows: list[TraceRow], turns: Turns | None, repairs: Repairs) -> None:
-    """Mark the rows that add to the prompt before them; without `turns`, by their contents."""
+def apply_turns(rows: list[TraceRow], options: ReadOptions, repairs: Repairs) -> None:
+    """Mark the rows that add to the prompt before them; without `--turns`, by their contents."""
+    turns = options.turns
+    options.used.add("turns")
     if turns == "whole":
         return
     pairs = list(_pairs(rows))
