@@ -27,6 +27,18 @@ def test_read_checks_and_converts(
     assert run(["workload", "read", str(out)]) == 0
 
 
+@pytest.mark.parametrize("action", ["read", "synthesize"])
+def test_what_is_read_is_not_written_over(
+    action: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = trace.read_bytes()
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(trace)
+    assert run(["workload", action, str(trace), "-o", str(link)]) == 2
+    assert f"{link} is what is read: name another file" in capsys.readouterr().err
+    assert trace.read_bytes() == before
+
+
 def test_read_refuses_by_line_and_repairs_with_a_count(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

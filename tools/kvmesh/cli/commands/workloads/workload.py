@@ -85,6 +85,9 @@ def _block_size(parser: argparse.ArgumentParser, help_text: str) -> None:
 
 
 def _load(arguments: argparse.Namespace) -> Workload:
+    output: Path | None = getattr(arguments, "output", None)
+    if output is not None and output.resolve() in [Path(s).resolve() for s in arguments.sources]:
+        raise WorkloadError(f"{output} is what is read: name another file")
     workload, summary = load_trace(arguments, arguments.sources, arguments.seed)
     if summary:
         print(summary)
