@@ -228,7 +228,6 @@ def cline(cwd: Path) -> list[Entry]:
     read = {"files": [{"start_line": 1.0, "path": file, "end_line": 5}]}
     helper = {"task": "Report to cline", "systemPrompt": "You help."}
     return [
-        {"match": "Report to cline", "text": step("The other has reported.")},
         *tour(
             "cline",
             "Tour of cline",
@@ -239,10 +238,9 @@ def cline(cwd: Path) -> list[Entry]:
                 step("I read (LABEL).", written("read_files", read, compact)),
                 step("Another helps (LABEL).", written("spawn_agent", helper)),
                 step("That was the tour (LABEL)."),
-                step("I list (LABEL).", written("run_commands", {"commands": ["ls"]}, compact)),
-                step("There is a file (LABEL)."),
             ],
         ),
+        {"match": "Report to cline", "text": step("The other has reported.")},
     ]
 
 
