@@ -22,17 +22,13 @@ EXHAUSTED = (errno.EMFILE, errno.ENFILE)
 TELL_S = 60.0  # between lines of the log about connections that cannot be accepted
 MOST_ACCEPTED = 64  # connections in a pass of the loop, beside the loop's own
 
-
-PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"  # an interim answer, which clients skip
-PROBE_S = (
-    0.02,
-    0.2,
-    2.0,
-)  # until it is sent, and until looks at what it caused, a round trip later
+# A client that ends its side so soon behind a request has no other one; an interim answer, which
+# such clients may not expect, waits. Later ends are mostly those of clients that leave.
+SOON_S = 0.2
+PATIENCE_S = 1.0
+PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+PROBE_S = (0.02, 0.2, 2.0)  # until it is sent, and between it and the looks at what it has caused
 TCP_CLOSE = 7  # of Linux: the state of a connection that the client has reset
-STARTED_S = (
-    0.2  # behind a request, within which a client ends its side although an answer has begun
-)
 
 
 class _Queue(list[Any]):
@@ -78,10 +74,11 @@ class Connection(web.RequestHandler):
             self._parser.feed_eof()
         except HttpProcessingError:  # the rest of a body will not come
             return False
-        if self._begun and self._loop.time() - self._received_at > STARTED_S:
+        late = self._loop.time() - self._received_at > SOON_S
+        if late and self._begun:
             return False
         self._ended, self._close = True, not self._messages
-        self._loop.call_later(PROBE_S[0], self._probe)
+        self._loop.call_later(PROBE_S[0] if late else PATIENCE_S, self._probe)
         return True
 
     @property
