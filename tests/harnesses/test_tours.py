@@ -17,6 +17,7 @@ from harnesses.conftest import StartTour, Touring
 from harnesses.test_claude_code import claude as run_claude
 from harnesses.test_codex import agent_messages
 from harnesses.test_codex import codex as run_codex
+from harnesses.test_frameworks import PYTHON
 from harnesses.test_opencode import PATHS, QUIET, configure, texts
 from harnesses.tours import MANY
 from support.harness import KEY, ClientResult, Workspace
@@ -193,6 +194,55 @@ async def test_continue(start_tour: StartTour) -> None:
     await tour.assert_as_replayed()
 
 
+async def test_cline(start_tour: StartTour) -> None:
+    tour = await start_tour("cline")
+    assert (await cline(tour, "Tour of cline")).startswith(TOURED)
+    await tour.assert_as_replayed()
+
+
+async def test_a_worker_is_killed_under_cline(start_tour: StartTour, tour_mesh: Up) -> None:
+    """Cline resumes sessions in a terminal alone, so there is no second turn."""
+    tour = await start_tour("killed-cline", "long")
+    answering = asyncio.create_task(cline(tour, "Write at length"))
+    await kill_its_worker(tour, tour_mesh)
+    assert (await answering).endswith(f"{MANY * 4} (long-0)")
+
+
+async def cline(tour: Touring, prompt: str) -> str:
+    """The last text of a session."""
+    provider = ("-k", KEY, "-b", f"{tour.url}/v1", "-m", "kvmesh-demo")
+    quiet = {"CLINE_TELEMETRY_DISABLED": "1"}
+    known = await tour.workspace.run("cline", "auth", "openai", *provider, env=quiet)
+    assert known.status == 0, known
+    done = await tour.workspace.run("cline", "--json", prompt, env=quiet, timeout=LIMIT_S)
+    assert done.status == 0, done
+    return str(done.events[-1]["text"])
+
+
+async def test_mini_swe_agent(start_tour: StartTour) -> None:
+    tour = await start_tour("mini")
+    assert await mini(tour, "Tour of mini") == "Submitted"
+    assert (tour.workspace.repository / "notes.txt").exists()
+    await tour.assert_as_replayed()
+
+
+async def mini(tour: Touring, task: str) -> str:
+    """The status with which a run has ended."""
+    env = {
+        "MSWEA_CONFIGURED": "true",
+        "MSWEA_SILENT_STARTUP": "1",
+        "MSWEA_COST_TRACKING": "ignore_errors",
+        "OPENAI_API_BASE": f"{tour.url}/v1",
+        "OPENAI_API_KEY": KEY,
+    }
+    told = tour.workspace.home / "trajectory.json"
+    flags = ("--yolo", "--exit-immediately", "--output", str(told), "--cost-limit", "0")
+    command = ["--model", "openai/kvmesh-demo", "--task", task, *flags]
+    done = await tour.workspace.run(PYTHON.with_name("mini"), *command, env=env, timeout=LIMIT_S)
+    assert done.status == 0, done
+    return str(json.loads(told.read_text())["info"]["exit_status"])
+
+
 COPILOT_WIRES = {
     "chat": {"COPILOT_PROVIDER_WIRE_API": "completions"},
     "responses": {"COPILOT_PROVIDER_WIRE_API": "responses"},
@@ -274,14 +324,20 @@ async def test_a_worker_is_killed(start_tour: StartTour, tour_mesh: Up, ask: Ask
     """The other worker continues the answer, and then holds all of it."""
     tour = await start_tour(f"killed-{ask.__name__}", "long")
     answering = asyncio.create_task(ask(tour, "Write at length", False))
-    request = await eventually(lambda: long_answer(tour))
-    assert request is not None
-    decision = next(each for each in tour.tap.decisions if each.request == request)
-    os.kill(tour_mesh.children()[decision.chosen.instance.rpartition("-")[0]], signal.SIGKILL)
+    request = await kill_its_worker(tour, tour_mesh)
     assert (await answering).endswith(f"{MANY * 4} (long-0)")
     assert (await tour.tap.outcome_of(request)).attempts == 2
     assert await ask(tour, "And then?", True) == "That was long (long-1)."
     await tour.assert_as_replayed()
+
+
+async def kill_its_worker(tour: Touring, mesh: Up) -> str:
+    """Kill the worker of a long answer; return the request."""
+    request = await eventually(lambda: long_answer(tour))
+    assert request is not None
+    decision = next(each for each in tour.tap.decisions if each.request == request)
+    os.kill(mesh.children()[decision.chosen.instance.rpartition("-")[0]], signal.SIGKILL)
+    return request
 
 
 def long_answer(tour: Touring) -> str | None:

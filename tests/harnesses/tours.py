@@ -222,6 +222,39 @@ def qwen(cwd: Path) -> list[Entry]:
     )
 
 
+def cline(cwd: Path) -> list[Entry]:
+    file = f"{cwd}/notes.txt"
+    edits = [{"new_text": changed(at), "old_text": line(at), "path": file} for at in EDITED]
+    read = {"files": [{"start_line": 1.0, "path": file, "end_line": 5}]}
+    helper = {"task": "Report to cline", "systemPrompt": "You help."}
+    return [
+        *tour(
+            "cline",
+            "Tour of cline",
+            [
+                step("I write (LABEL).", written("editor", {"new_text": MANY, "path": file})),
+                *(step("I edit (LABEL).", written("editor", edit)) for edit in edits),
+                step("I count (LABEL).", written("run_commands", {"commands": ["wc -l *.txt"]})),
+                step("I read (LABEL).", written("read_files", read, compact)),
+                step("Another helps (LABEL).", written("spawn_agent", helper)),
+                step("That was the tour (LABEL)."),
+            ],
+        ),
+        {"match": "Report to cline", "text": step("The other has reported.")},
+    ]
+
+
+def mini(_: Path) -> list[Entry]:
+    commands = [
+        f"cat > notes.txt <<'END'\n{MANY}END",
+        *(f"sed -i 's/^Line {at}:.*/{at} é/' notes.txt" for at in EDITED),
+        "wc -l notes.txt",
+        "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
+    ]
+    steps = [step("Next (LABEL).", written("bash", {"command": each})) for each in commands]
+    return tour("mini", "Tour of mini", steps)
+
+
 def copilot(cwd: Path) -> list[Entry]:
     file = f"{cwd}/notes.txt"
     edits = [{"new_str": changed(at), "old_str": line(at), "path": file} for at in EDITED]
@@ -301,6 +334,8 @@ TOURS = {
     "opencode": opencode,
     "pi": pi,
     "qwen": qwen,
+    "cline": cline,
+    "mini": mini,
     "copilot": copilot,
     "continue": resumed,
     "framework": framework,

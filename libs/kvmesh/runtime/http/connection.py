@@ -10,7 +10,8 @@ import socket
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion11, hdrs, web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import ERROR
 
 log = logging.getLogger(__name__)
@@ -20,6 +21,14 @@ DISCARD_S = 5.0
 EXHAUSTED = (errno.EMFILE, errno.ENFILE)
 TELL_S = 60.0  # between lines of the log about connections that cannot be accepted
 MOST_ACCEPTED = 64  # connections in a pass of the loop, beside the loop's own
+
+# A client that ends its side so soon behind a request has no other one; an interim answer, which
+# such clients may not expect, waits. Later ends are mostly those of clients that leave.
+SOON_S = 0.2
+PATIENCE_S = 1.0
+PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+PROBE_S = (0.02, 0.2, 2.0)  # until it is sent, and between it and the looks at what it has caused
+TCP_CLOSE = 7  # of Linux: the state of a connection that the client has reset
 
 
 class _Queue(list[Any]):
@@ -37,16 +46,68 @@ class Connection(web.RequestHandler):
     Bodies arrive as they were sent: endpoints decode those that they read. What is left of another
     one is discarded and never parsed. Malformed requests are logged in one line without a
     traceback.
+
+    A client that has *ended* its side, as `nc -N` does behind a request, gets its answers. One that
+    has left ends its side, too, but the kernel then refuses what it is sent: an interim answer
+    tells, and of an answer that has begun, its next parts.
     """
+
+    _ended = False
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._messages = _Queue()  # type: ignore[assignment]
+        self._received_at = 0.0
+
+    def data_received(self, data: bytes) -> None:
+        self._received_at = self._loop.time()
+        super().data_received(data)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection of a client that waits for an answer."""
+        if self._ended:  # uvloop may say so again
+            return True
+        idle = not self._request_count or (self._waiter is not None and not self._waiter.done())
+        if idle or self._upgraded or self._parser is None:
+            return False
+        try:
+            self._parser.feed_eof()
+        except HttpProcessingError:  # the rest of a body will not come
+            return False
+        late = self._loop.time() - self._received_at > SOON_S
+        if late and self._begun:
+            return False
+        self._ended, self._close = True, not self._messages
+        self._loop.call_later(PROBE_S[0] if late else PATIENCE_S, self._probe)
+        return True
+
+    @property
+    def _begun(self) -> bool:
+        request = self._current_request
+        return request is not None and request.writer.output_size > 0
+
+    def _probe(self) -> None:
+        request, transport = self._current_request, self.transport
+        if request is None or transport is None:
+            return
+        if not self._begun and request.version >= HttpVersion11:
+            transport.write(PROBE)
+        for after in PROBE_S:
+            self._loop.call_later(after, self._look)
+
+    def _look(self) -> None:
+        """Abort the connection if the client has reset it."""
+        if self.transport is not None and not self.transport.is_closing():
+            found = self.transport.get_extra_info("socket")
+            if found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE:
+                self.transport.abort()
 
     def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> Coroutine[Any, Any, tuple[web.StreamResponse, bool]]:
         """Send the rest of the response, and end the connection if the body is still to come."""
+        if self._ended and not self._messages:
+            resp.force_close()
         finished = super().finish_response(request, resp, start_time)
         if (request.content.is_eof() and request.method != ERROR.method) or _is_short(request):
             return finished

@@ -159,7 +159,7 @@ MISSING_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (
         "chat",
         {"messages": [ASK], "response_format": {"type": "json_schema", "json_schema": {}}},
-        "response_format.json_schema.schema",
+        "response_format.json_schema.name",
     ),
     ("chat", {"messages": [ASK], "tool_choice": {"type": "function"}}, "tool_choice.function"),
     ("chat", {"messages": [ASK], "tools": [{"type": "function"}]}, "tools[0].function"),
@@ -215,6 +215,11 @@ MISSING_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (
         "responses",
         {"input": "x", "text": {"format": {"type": "json_schema"}}},
+        "text.format.name",
+    ),
+    (
+        "responses",
+        {"input": "x", "text": {"format": {"type": "json_schema", "name": "n"}}},
         "text.format.schema",
     ),
     ("responses", {"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),

@@ -78,7 +78,7 @@ ITEMS = [Raw(json.dumps({"id": str(n)}).encode()) for n in range(5)]
         ({"order": "asc"}, "01234", False),
         ({"limit": "2"}, "43", True),
         ({"order": "asc", "limit": "2", "after": "1"}, "23", True),
-        ({"after": "3", "limit": "3", "include": "x"}, "210", False),
+        ({"after": "3", "limit": "3", "include": "file_search_call.results"}, "210", False),
         ({"after": "0"}, "", False),
     ],
 )

@@ -179,7 +179,9 @@ def test_omitted_thinking_returns_in_its_signature() -> None:
 
 @pytest.mark.parametrize("display", [None, "summarized", "updates", "of the future"])
 def test_other_displays_show_thinking_with_a_short_signature(display: str | None) -> None:
-    call = parsed(thinking={"type": "enabled", "display": display}, nvext=IGNORED)
+    call = parsed(
+        thinking={"type": "enabled", "budget_tokens": 1024, "display": display}, nvext=IGNORED
+    )
     call.renderer.events(0, ANSWER, [])
     block = json.loads(call.renderer.whole(AnswerSummary(USAGE)))["content"][0]
     assert (block["thinking"], len(block["signature"])) == ("hmm", 48)

@@ -142,9 +142,10 @@ def test_a_trajectory_is_a_session() -> None:
     assert (hints.session, hints.parent_session, hints.session_final) == ("s", None, True)
 
 
-def test_an_invalid_header_is_named() -> None:
-    with pytest.raises(InvalidRequest, match="x-kvmesh-priority"):
-        request(headers(x_kvmesh_priority="high"))
+@pytest.mark.parametrize("name", ["x-kvmesh-priority", "x-dynamo-request-priority"])
+def test_an_invalid_header_is_named_as_it_was_sent(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=name):
+        request(CIMultiDict({name: "high"}))
 
 
 BAD_NAMES = ["x" * 129, "a b", "a\tb", "\u00e4", "a\x1fb"]

@@ -8,6 +8,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import pytest
 from anthropic.types.beta import BetaOutputConfigParam as OutputConfig
+from multidict import MultiDict
 from openai.types.responses import ResponseIncludable
 from openai.types.responses import ResponseTextConfigParam as TextConfig
 from openai.types.shared_params import Reasoning
@@ -16,15 +17,17 @@ from unit.frontend.apis.answers import body
 from unit.frontend.apis.prompts import APIS
 
 from kvmesh.frontend.apis.base import decode, decode_query
+from kvmesh.frontend.apis.messages.api import error_object
 from kvmesh.frontend.apis.pooling.embeddings import Embeddings
 from kvmesh.frontend.apis.pooling.rerank import Rerank
+from kvmesh.frontend.apis.responses.body import LOGPROBS
 from kvmesh.frontend.apis.responses.conversations import parse_conversation
 from kvmesh.frontend.apis.responses.input_items import ItemsQuery
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.http.batches.endpoints import BatchBody, BatchesQuery
 from kvmesh.frontend.http.batches.files import FilesQuery
 from kvmesh.frontend.http.batches.pages import PageQuery
-from kvmesh.frontend.http.responses.endpoints import StoredQuery
+from kvmesh.frontend.http.responses.endpoints import ResponseQuery
 
 BOGUS = "bogus"
 MANY = {str(number): "x" for number in range(17)}
@@ -53,6 +56,19 @@ SAMPLED: list[tuple[dict[str, Any], str]] = [
     ({"n": 129}, "n"),
     ({"response_format": {"type": BOGUS}}, "response_format.type"),
     ({"guided_whitespace_pattern": " *"}, "guided_whitespace_pattern"),
+    *(({"stream_options": options}, "stream_options") for options in ({}, {"include_usage": True})),
+    *(
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": name, "schema": {}},
+                }
+            },
+            "response_format.json_schema.name",
+        )
+        for name in ("", "two words", "n" * 65)
+    ),
 ]
 SHARED: list[tuple[dict[str, Any], str]] = [
     ({"prompt_cache_retention": BOGUS}, "prompt_cache_retention"),
@@ -129,6 +145,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"top_p": -0.1}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
         ({"messages": [{"role": BOGUS, "content": "a"}]}, "messages[0].role"),
         (
             {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": BOGUS}]}},
@@ -143,6 +160,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"reasoning": {"summary": BOGUS}}, "reasoning.summary"),
         ({"text": {"verbosity": BOGUS}}, "text.verbosity"),
         ({"text": {"format": {"type": BOGUS}}}, "text.format.type"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a.b", "schema": {}}}},
+            "text.format.name",
+        ),
         ({"truncation": BOGUS}, "truncation"),
         ({"tool_choice": BOGUS}, "tool_choice"),
         ({"tool_choice": {"type": BOGUS}}, "tool_choice"),
@@ -175,6 +196,10 @@ def test_a_value_that_is_not_published_is_refused(
     with pytest.raises(InvalidRequest) as error:
         APIS[api].parse(body(APIS[api], **fields), {}, STAMP)
     assert error.value.param == param
+    if api == "messages":  # published with dots
+        message = error_object(error.value, "")["error"]["message"]
+        assert "[" not in message
+        assert not message.startswith("`") or "`:" not in message
 
 
 OPEN: list[tuple[str, dict[str, Any], str]] = [
@@ -223,10 +248,17 @@ OTHERS: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: decode_query({"order": BOGUS}, ItemsQuery), "order"),
     (lambda: decode_query({"limit": "0"}, ItemsQuery), "limit"),
+    (lambda: decode_query({"include": BOGUS}, ItemsQuery), "include[0]"),
+    (
+        lambda: decode_query(
+            MultiDict([("include[]", LOGPROBS), ("include[]", BOGUS)]), ResponseQuery
+        ),
+        "include[1]",
+    ),
     (lambda: decode_query({"order": BOGUS}, FilesQuery), "order"),
     (lambda: decode_query({"limit": "101"}, BatchesQuery), "limit"),
     (lambda: decode_query({"limit": "1001"}, PageQuery), "limit"),
-    (lambda: decode_query({"stream": BOGUS}, StoredQuery), "stream"),
+    (lambda: decode_query({"stream": BOGUS}, ResponseQuery), "stream"),
 ]
 
 

@@ -269,7 +269,9 @@ def test_only_a_known_type_of_thinking_switches_it() -> None:
     types = [get_args(get_type_hints(config)["type"])[0] for config in get_args(ThinkingConfig)]
     switched = {}
     for kind in [*types, "of_tomorrow"]:
-        fields = {"thinking": {"type": kind}}
+        fields = {
+            "thinking": {"type": kind} | ({"budget_tokens": 1024} if kind == "enabled" else {})
+        }
         sent = body(APIS["messages"], **fields)
         switched[kind] = APIS["messages"].parse(sent, {}, STAMP).request.thinking
         known = kind in ("enabled", "disabled", "adaptive")

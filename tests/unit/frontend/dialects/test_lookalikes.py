@@ -11,6 +11,7 @@ from unit.frontend.dialects.outputs import Piece, complete_calls, now, pieces, r
 from kvmesh.frontend.conversation import Tool, ToolCallEnd, ToolCallStart
 from kvmesh.frontend.dialects.families import CHANNELS, TOOL_PARSERS
 from kvmesh.frontend.dialects.output import OutputParser, choose_grammar
+from kvmesh.frontend.dialects.preview import merge_deltas
 
 
 def parser(
@@ -38,6 +39,8 @@ def whole(tool: str, raw: str, reasoning: str = "none") -> list[Piece]:
         ("hermes", '<tool_call>{"name": 1, "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1'),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "argument": {"a": 1}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "args": "{\\"a\\": 1}"}</tool_call>'),
         ("hermes", "a < b and <tool_cal"),
         ("qwen3_coder", "Use <function=name> to call, <tool_call> first."),
         ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n"),
@@ -77,6 +80,9 @@ def test_without_calls_all_output_is_text(tool: str) -> None:
 def test_a_real_call_behind_a_false_one_is_found() -> None:
     raw = 'A <tool_call> is: <tool_call>{"name": "now", "arguments": {}}</tool_call>'
     assert whole("hermes", raw) == [text("A <tool_call> is:"), now()]
+    broken = '<tool_call>\n{"name": "f", "arguments[: {}}\n</tool_call>'
+    raw = f'{broken}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
+    assert whole("hermes", raw) == [text(broken), now()]
     raw = '<tool_call>{"name": "now"}</tool_call><tool_call>what?</tool_call> Hm.'
     assert whole("hermes", raw) == [now(), text("<tool_call>what?</tool_call> Hm.")]
 
@@ -87,6 +93,32 @@ def test_text_behind_calls_is_emitted() -> None:
         now(),
         text("ok; {"),
     ]
+
+
+def test_an_id_without_an_end_does_not_swallow_its_call() -> None:
+    one = "<|tool_call:begin|>call_{}<|tool_call:name|>now<|tool_call:args|>{{}}<|tool_call:end|>"
+    raw = f"<|tool_calls|>{one.format(0).replace(':name', '', 1)}{one.format(1)}<|calls|>"
+    grammar = choose_grammar("", tool_parser="solar_open", reasoning_parser="solar_open")
+    found = pieces(read(grammar.parser([], eager=False), f"<|begin|>assistant{raw}"))
+    assert all(name in found[0][2] for name in ("call_0", "now"))
+
+
+@pytest.mark.parametrize(
+    ("tool", "start", "rest"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1, ', 'x "b": 2}}</tool_call>'),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n",
+            "<parameter=b c>\n2\n</parameter>\n</function>\n</tool_call>",
+        ),
+    ],
+)
+def test_a_call_that_breaks_off_leaves_the_rest_as_text(tool: str, start: str, rest: str) -> None:
+    events = read(parser(tool), start + rest)
+    assert not complete_calls(events)
+    assert merge_deltas(events)[-1] == text(rest)
+    assert merge_deltas(read(parser(tool), [start + rest])) == merge_deltas(events)
 
 
 def call(**arguments: object) -> Piece:

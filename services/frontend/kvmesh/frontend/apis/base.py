@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from kvmesh.frontend.apis import faults
-from kvmesh.frontend.apis.body_types import allowed_at
+from kvmesh.frontend.apis.body_types import allowed_at, list_fields
 from kvmesh.frontend.conversation import AnswerEvent, ConversationSummary, GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 
@@ -320,9 +320,18 @@ def _whole_character(escape: re.Match[bytes]) -> bytes:
 
 
 def decode_query(query: Mapping[str, str], kind: type[T]) -> T:
-    """Decode the parameters of a URL; raises InvalidRequest with the parameter."""
+    """Decode the parameters of a URL; raises InvalidRequest with the parameter.
+
+    A list has a parameter for each of its values, whose name may end in brackets.
+    """
+    lists, found = list_fields(kind), dict[str, Any]()
+    for key, text in query.items():
+        if (name := key.removesuffix("[]")) in lists:
+            found.setdefault(name, []).append(text)
+        else:
+            found.setdefault(key, text)
     try:
-        return msgspec.convert(dict(query), kind, strict=False)
+        return msgspec.convert(found, kind, strict=False)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), kind, "") from error
 

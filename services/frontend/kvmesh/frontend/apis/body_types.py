@@ -55,6 +55,12 @@ def allowed_at(kind: Any, path: str) -> str:
     return next((_PATTERNS[p] for p in patterns if p in _PATTERNS), "")
 
 
+def list_fields(kind: Any) -> frozenset[str]:
+    """The names of a struct's fields that are lists."""
+    (struct,) = _flat([_type_of(kind)])
+    return frozenset(f.encode_name for f in struct.fields if _items(_flat([f.type])))
+
+
 @cache
 def _type_of(kind: Any) -> Type:
     return inspect.type_info(kind)

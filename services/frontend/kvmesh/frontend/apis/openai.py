@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from kvmesh.frontend.apis.base import AnswerSummary, SoFar, Usage, json_encode
 from kvmesh.frontend.apis.faults import INVALID_VALUE
 from kvmesh.frontend.conversation import GenerateRequest
-from kvmesh.frontend.errors import STATUS, ApiError, Kind
+from kvmesh.frontend.errors import STATUS, ApiError, InvalidRequest, Kind
 
 TYPES: dict[Kind, str] = {
     "invalid_request": "invalid_request_error",
@@ -96,9 +96,14 @@ class ChunkExtras:
 
     A running request refers to its renderer, so the reference back to it is a weak one: a cycle
     would hold all of an ended request until the garbage collector runs, which takes long then.
+
+    Raises InvalidRequest for the options of a stream in a request without one.
     """
 
     def __init__(self, request: GenerateRequest, options: StreamOptions | None) -> None:
+        if options is not None and not request.stream:
+            reason = "`stream_options` is only allowed when `stream` is enabled."
+            raise InvalidRequest(reason, "stream_options")
         self.include_usage = bool(options and options.include_usage)
         self._continuous = bool(options and options.continuous_usage_stats)
         self._so_far: Callable[[], SoFar | None] = lambda: None

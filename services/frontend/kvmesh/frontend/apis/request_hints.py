@@ -198,7 +198,8 @@ def _int(own: Headers, name: str, default: int) -> int:
     if text is None:
         return default
     if not _NUMBER.fullmatch(text):
-        raise InvalidRequest(f"Header `x-kvmesh-{name}` must be an integer.", name)
+        given = next(header for header in HEADERS[name] if own.get(header))
+        raise InvalidRequest(f"Header `{given}` must be an integer.", name)
     return int(text)
 
 

@@ -1,5 +1,6 @@
 """The constraint of an answer, as OpenAI, vLLM, SGLang, llama.cpp and Dynamo spell it."""
 
+import re
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
@@ -28,6 +29,7 @@ JSON_OPTIONS = UnsupportedFields(
 )
 _spelled = attrgetter(*(name for name, _ in _SPELLED))
 _NONE = (None,) * len(_SPELLED)
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class JsonSchema(Struct):
@@ -102,10 +104,21 @@ def formatted(form: ResponseFormat | None) -> Guided | None:
     if form.type == "json_object":
         return Guided(kind="json_object", value="")
     if form.type == "json_schema":
-        if form.json_schema is None or form.json_schema.schema is None:
+        wanted = form.json_schema or JsonSchema()
+        named(wanted.name, "response_format.json_schema.name")
+        if wanted.schema is None:
             raise missing("response_format.json_schema.schema")
-        return Guided(kind="json_schema", value=as_json(form.json_schema.schema))
+        return Guided(kind="json_schema", value=as_json(wanted.schema))
     raise InvalidRequest(f"Unknown type `{form.type}`.", "response_format.type")
+
+
+def named(name: str, where: str) -> None:
+    """Check the name of an answer's schema, which OpenAI's APIs require; raises InvalidRequest."""
+    if not name:
+        raise missing(where)
+    if not _NAME.fullmatch(name):
+        reason = "must have 1 to 64 letters, digits, underscores and hyphens"
+        raise InvalidRequest(f"`{where}` {reason}.", where)
 
 
 def structured(outputs: StructuredOutputsBody | None) -> list[tuple[str, Guided]]:

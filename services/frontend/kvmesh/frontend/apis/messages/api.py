@@ -1,5 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens (Anthropic)."""
 
+import re
 from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
@@ -53,6 +54,7 @@ DELTAS = {
     transcript.PartKind.THINKING: b'"delta":{"type":"thinking_delta","thinking":',
     transcript.PartKind.CALL: b'"delta":{"type":"input_json_delta","partial_json":',
 }
+_INDEX = re.compile(r"\[(\d+)\]")
 _decoder = msgspec.json.Decoder(MessagesBody)
 
 
@@ -158,13 +160,17 @@ def error_object(error: ApiError, request_id: str) -> dict[str, Any]:
 
 
 def _message(error: ApiError) -> str:
-    """The message of an error.
+    """The message of an error, in which a field's path has dots before its indexes, too.
 
     Claude Code parses both texts of ContextExceeded, to compact the conversation or lower
     `max_tokens`.
     """
     if not isinstance(error, ContextExceeded):
-        return error.message
+        path = error.param or ""
+        dotted = _INDEX.sub(r".\1", path)
+        text = error.message.replace(path, dotted) if path != dotted else error.message
+        quoted = f"`{dotted}`:"
+        return f"{dotted}:{text.removeprefix(quoted)}" if text.startswith(quoted) else text
     count, wanted, limit = error.prompt_tokens, error.max_tokens, error.context
     if wanted is None:
         stopped = " (it was not counted further)" * error.at_least

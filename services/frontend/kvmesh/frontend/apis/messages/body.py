@@ -11,6 +11,7 @@ from kvmesh.frontend.apis.body_types import defined_as
 from kvmesh.frontend.apis.cache_ttl import CACHE_ALONE
 from kvmesh.frontend.apis.chat.body import MAX_MESSAGES, MAX_TOOLS
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
+from kvmesh.frontend.apis.faults import MISSING
 from kvmesh.frontend.apis.messages.blocks import (
     BlockContent,
     MessagesReading,
@@ -189,6 +190,7 @@ def _tools(body: MessagesBody, reading: MessagesReading) -> list[Tool]:
     return found
 
 
+_BUDGET = "thinking.budget_tokens"
 SWITCHES = {"enabled": True, "disabled": False, "adaptive": None}  # types of thinking
 _definitions = ToolDefinitions(MessagesToolBody, OWN_TYPES, listed)
 
@@ -224,7 +226,9 @@ def _budget(thinking: ThinkingBody | None) -> int | None:
     """The most tokens of thinking, if it is enabled."""
     if thinking is None or not SWITCHES.get(thinking.type):
         return None
-    check_range(thinking.budget_tokens, 0, MAX_TOKENS, "thinking.budget_tokens")
+    if thinking.budget_tokens is None:
+        raise InvalidRequest("thinking.enabled.budget_tokens: Field required", _BUDGET, MISSING)
+    check_range(thinking.budget_tokens, 0, MAX_TOKENS, _BUDGET)
     return thinking.budget_tokens
 
 

@@ -28,7 +28,7 @@ from kvmesh.frontend.apis.chat.body import (
     MAX_TOOLS,
 )
 from kvmesh.frontend.apis.content.compaction import opened_summary
-from kvmesh.frontend.apis.content.constraints import StructuredOutputsBody, only, structured
+from kvmesh.frontend.apis.content.constraints import StructuredOutputsBody, named, only, structured
 from kvmesh.frontend.apis.content.parts import Content, answer_blocks, content_blocks
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.content.tagged import Foreign, Reading
@@ -442,6 +442,7 @@ def _formatted(text: TextBody) -> Guided | None:
         return Guided(kind="json_object", value="")
     if form.type != "json_schema":
         raise InvalidRequest(f"`text.format.type`: unknown `{form.type}`.", "text.format.type")
+    named(form.name or "", "text.format.name")
     if form.schema is None:
         raise missing("text.format.schema")
     return Guided(kind="json_schema", value=as_json(form.schema))

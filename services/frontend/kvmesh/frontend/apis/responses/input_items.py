@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from kvmesh.frontend.apis.base import StoredTurn, json_encode
+from kvmesh.frontend.apis.responses.body import Included
 from kvmesh.frontend.apis.responses.items import RESPONSE_PREFIX
 from kvmesh.frontend.apis.responses.references import head_of
 from kvmesh.frontend.errors import InvalidRequest
@@ -23,11 +24,14 @@ PREFIXES = {
 }
 
 
-class ItemsQuery(Struct):
-    """Query of a list of items, of which `after` is the one before the page.
+class StoredQuery(Struct, kw_only=True):
+    """Query of what is stored. `include` has no effect: the answer has all that is stored."""
 
-    Ignores `include`: the list has all that is stored.
-    """
+    include: list[Included] | None = None
+
+
+class ItemsQuery(StoredQuery):
+    """Query of a list of items, of which `after` is the one before the page."""
 
     order: Literal["asc", "desc"] = "desc"
     limit: Annotated[int, Meta(ge=1, le=MAX_LISTED)] = 20

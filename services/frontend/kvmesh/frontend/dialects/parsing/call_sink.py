@@ -21,6 +21,14 @@ class CallSink(Protocol):
 
     def end(self) -> None: ...
 
+    def hold(self) -> None:
+        """Have a call that has started, and fails from here on, leave this text unread."""
+        ...
+
+    def let_go(self) -> None:
+        """End `hold`."""
+        ...
+
     def schema(self) -> Schema:
         """The schema of the named tool's arguments, {} if the tool is unknown."""
         ...

@@ -127,6 +127,7 @@ class Emitter:
         False for a call whose start was already emitted, which stays as it is.
         """
         if not self.attempting:
+            self._source.rewind()
             self.boundary()
             return False
         source, length = self._source, self._attempt_chars
@@ -140,6 +141,14 @@ class Emitter:
         """Forget the point to return to."""
         self._source.release()
         self._attempt_chars = 0
+
+    def hold(self) -> None:
+        if not self.attempting:
+            self._source.mark()
+
+    def let_go(self) -> None:
+        if not self.attempting:
+            self._source.release()
 
     def name(self, name: str) -> None:
         self._name = name
@@ -157,6 +166,7 @@ class Emitter:
         self._emit_arguments()
         self._flush()
         self._events.append(ToolCallEnd())
+        self._source.release()
         self._started = False
 
     def schema(self) -> Schema:

@@ -24,6 +24,7 @@ from kvmesh.frontend.dialects.parsing.source import (
     marker_set,
 )
 
+_ID = re.compile(rf'[^<>{{}}"]{{0,{MAX_NAME}}}')
 _GAPS = ("", "\n", "\r\n", " ")  # between the mark of a call and its object
 
 
@@ -50,7 +51,8 @@ class JsonReader:
             yield from source.skip_space()
         if not (yield from source.literal("{")):
             return False
-        form, name, written, pending = self._form, "", False, "{}"
+        form, name, written, pending = self._form, "", False, ""
+        others = False  # members that may be the arguments under another key
         while not (yield from self._closed(written)):
             key = yield from self._string(":")
             yield from self._colon()
@@ -62,13 +64,15 @@ class JsonReader:
             elif form.bare and key not in ("type", "id", *form.names):
                 raise MalformedOutput
             else:
-                yield from self._value()
+                others |= _holds_members((yield from self._value()))
             yield from self._comma()
         # an object with nothing but a name may be an answer in JSON
-        if not name or (form.bare and pending == "{}" and not self._sink.known(name)):
+        if not name or (form.bare and pending in ("", "{}") and not self._sink.known(name)):
             raise MalformedOutput
         if not written:
-            self._sink.arguments(pending)
+            if not pending and others:
+                raise MalformedOutput
+            self._sink.arguments(pending or "{}")
             self._sink.end()
         yield from skip(source, ("]", *form.close))
         return True
@@ -97,7 +101,10 @@ class JsonReader:
         coder = Transcoder(self._source, parts.append, JSON, self._ends)
         if not (yield from coder.string(inside)):
             raise MalformedOutput
-        return str(json.loads("".join(parts)))
+        text = str(json.loads("".join(parts)))
+        if len(text) > MAX_NAME or "\n" in text:  # its quote is missing, and it has read on
+            raise MalformedOutput
+        return text
 
     def _value(self) -> Steps[str]:
         parts: list[str] = []
@@ -118,6 +125,11 @@ class JsonReader:
         self._sink.arguments(arguments)
         self._sink.end()
         return True, ""
+
+
+def _holds_members(value: str) -> bool:
+    """True for an object that is not empty, perhaps in a string."""
+    return value.removeprefix('"').startswith("{") and value.strip('"') != "{}"
 
 
 def _unwrap(text: str) -> str:
@@ -169,11 +181,11 @@ class NamedReader:
 
     def _id(self, id_end: str) -> Steps[None]:
         """Skip the id before the name."""
-        length, stop, ends = 0, None, marker_set((id_end,))
+        found, stop, ends = "", None, marker_set((id_end,))
         while stop is None:
             text, stop = yield from self._source.until(ends)
-            length += len(text)
-            if length > MAX_NAME:
+            found += text
+            if not _ID.fullmatch(found):
                 raise MalformedOutput
         yield from self._source.skip_space()
 

@@ -137,6 +137,7 @@ class Transcoder:
             return
         name = yield from self._source.match(_ATOM, MAX_ATOM)
         if not name or not self._style.bare_keys:
+            self._source.pos -= len(name)
             raise MalformedOutput
         if not (yield from self._source.peek()):
             raise Unfinished

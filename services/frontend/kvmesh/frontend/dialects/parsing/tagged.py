@@ -83,8 +83,12 @@ class TaggedReader:
             return True
         self._given.clear()
         separator = "{"
-        while (yield from source.literal(form.key)) is not None:
+        while True:
+            sink.hold()
+            if (yield from source.literal(form.key)) is None:
+                break
             key, is_string = yield from self._key()
+            sink.let_go()
             if key in _WRAPPERS and key not in self._properties() != {}:
                 members = yield from self._wrapper(key)
                 sink.arguments(separator + members if members else "")

@@ -18,7 +18,12 @@ from kvmesh.frontend.apis.responses.conversations import (
     parse_items,
     parse_update,
 )
-from kvmesh.frontend.apis.responses.input_items import MAX_LISTED, ItemsQuery, item_list
+from kvmesh.frontend.apis.responses.input_items import (
+    MAX_LISTED,
+    ItemsQuery,
+    StoredQuery,
+    item_list,
+)
 from kvmesh.frontend.apis.responses.references import referenced_responses, resolve
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.fair_threads import FairThreads
@@ -83,9 +88,10 @@ class ConversationEndpoints:
         return {"id": call.path_id, "object": "conversation.deleted", "deleted": True}
 
     async def _add(self, call: EndpointCall[ConversationItems]) -> dict[str, Any]:
+        decode_query(call.http.query, StoredQuery)
         items = await self._listed(call, call.parsed.items, stamp_of(call.http))
         await self._changed(call, lambda conversation: conversation.add(items))
-        return item_list(items, ItemsQuery("asc", MAX_LISTED))
+        return item_list(items, ItemsQuery(order="asc", limit=MAX_LISTED))
 
     async def _items(self, call: EndpointCall[None]) -> bytes:
         query = decode_query(call.http.query, ItemsQuery)
@@ -98,6 +104,7 @@ class ConversationEndpoints:
         return listed() if light else await self._threads.call(call.caller.owner, listed)
 
     async def _item(self, call: EndpointCall[None]) -> bytes:
+        decode_query(call.http.query, StoredQuery)
         found = (await self._conversation(call)).item(_item_name(call))
         if found is None:
             raise _not_found(call)

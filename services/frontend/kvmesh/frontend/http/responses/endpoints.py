@@ -3,10 +3,9 @@
 from collections.abc import Callable
 
 from aiohttp import web
-from msgspec import Struct
 
 from kvmesh.frontend.apis.base import decode_query, json_encode
-from kvmesh.frontend.apis.responses.input_items import ItemsQuery, input_of, item_list
+from kvmesh.frontend.apis.responses.input_items import ItemsQuery, StoredQuery, input_of, item_list
 from kvmesh.frontend.apis.responses.references import referenced_responses, resolve
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.fair_threads import FairThreads
@@ -19,7 +18,7 @@ from kvmesh.frontend.http.responses.store import ResponseNotFound, ResponseStore
 PATH = "/v1/responses/{id}"
 
 
-class StoredQuery(Struct):
+class ResponseQuery(StoredQuery):
     stream: bool = False
 
 
@@ -52,7 +51,7 @@ class StoredResponseEndpoints:
 
     async def _get(self, call: EndpointCall[None]) -> web.StreamResponse | bytes:
         tenant, resume = call.caller.tenant, self._resumer(call.caller)
-        if decode_query(call.http.query, StoredQuery).stream:
+        if decode_query(call.http.query, ResponseQuery).stream:
             after = starting_after(call.http)
             try:
                 return await self._background.follow(call.http, call.path_id, tenant, after, resume)
