@@ -1,5 +1,6 @@
 """Folders of random weights as safetensors files, and weights processes."""
 
+import asyncio
 import json
 import os
 import random
@@ -28,6 +29,7 @@ from kvmesh.weights.store import WeightStore
 
 CHUNK = 64 << 10
 MAX_BYTES = 1 << 30
+LOOK_S = 0.1
 E = TypeVar("E")
 
 
@@ -90,6 +92,7 @@ class Agent:
         self._bus = bus
         self._limits = limits
         self._lease: Lease | None = None
+        self._hurrying: asyncio.Task[None] | None = None
         self.folder = folder
         self.job = job
         self.events: list[WeightsEvent] = []
@@ -124,6 +127,16 @@ class Agent:
 
     async def start(self) -> None:
         await self.process.start()
+        self._hurrying = asyncio.create_task(self._hurry())
+
+    async def _hurry(self) -> None:
+        """Give the process its share of a busy machine, which else runs it only when at rest."""
+        while True:
+            with suppress(OSError):  # it has ended, or this user may not
+                if os.sched_getscheduler(self.process.pid) == os.SCHED_IDLE:
+                    os.sched_setscheduler(self.process.pid, os.SCHED_OTHER, os.sched_param(0))
+                    os.setpriority(os.PRIO_PROCESS, self.process.pid, 0)
+            await asyncio.sleep(LOOK_S)
 
     async def join(self, digest: str = "", started: float = 0.0, asleep: bool = False) -> None:
         """Publish a card that states the digest of the worker's weights."""
@@ -152,6 +165,8 @@ class Agent:
         os.kill(self.process.pid, number)
 
     async def close(self) -> None:
+        if self._hurrying is not None:
+            self._hurrying.cancel()
         if self._lease is not None:
             await self._lease.close()
         await self.process.close()
