@@ -27,6 +27,16 @@ def test_read_checks_and_converts(
     assert run(["workload", "read", str(out)]) == 0
 
 
+@pytest.mark.parametrize("name", ["full.jsonl", "full.json", "full.csv"])
+def test_a_full_disk_is_told_with_the_file(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = tmp_path / name
+    full.symlink_to("/dev/full")
+    assert run(["workload", "generate", "demo", "--sessions", "2", "-o", str(full)]) == 2
+    assert f"cannot write {full}: No space left on device" in capsys.readouterr().err
+
+
 def test_read_refuses_by_line_and_repairs_with_a_count(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
