@@ -220,7 +220,8 @@ async def _run(
         await bus.refusals.compare(needs)
         service.spawn(bus.refusals.watch(needs), "permissions")
         tracing = await _open_tracing(role, service)
-        async with _told_refused(service, role, meanwhile):
+        needed = (f"publish {bus.js.prefix}.", f"subscribe {bus.options.inbox_prefix}.")
+        async with _told_refused(service, role, meanwhile, needed):
             await _prepare(service)
         keeper = keeper_of(bus)
         service.spawn(keeper.run(service.warnings.update, role == "frontend"), "streams")
@@ -255,10 +256,14 @@ async def _run(
 
 @asynccontextmanager
 async def _told_refused(
-    service: Service, role: str, meanwhile: Meanwhile | None
+    service: Service, role: str, meanwhile: Meanwhile | None, needed: tuple[str, ...] = ("",)
 ) -> AsyncIterator[None]:
-    """Tell what NATS refuses to a process that cannot start, while the block runs."""
-    showing = asyncio.create_task(_tell_refused(service, role, meanwhile), name="refused start")
+    """While the block runs, tell what NATS refuses to a process that cannot start.
+
+    It can without subjects that do not begin as those `needed`.
+    """
+    telling = _tell_refused(service, role, meanwhile, needed)
+    showing = asyncio.create_task(telling, name="refused start")
     try:
         yield
     finally:
@@ -266,12 +271,14 @@ async def _told_refused(
         await asyncio.wait([showing])
 
 
-async def _tell_refused(service: Service, role: str, meanwhile: Meanwhile | None) -> None:
-    """Once NATS refuses a subject, have a card and serve /health, until cancelled."""
+async def _tell_refused(
+    service: Service, role: str, meanwhile: Meanwhile | None, needed: tuple[str, ...]
+) -> None:
+    """Once NATS refuses such a subject, have a card and serve /health, until cancelled."""
     from kvmesh.runtime.status_http import serve_metrics
 
     bus, settings = service.bus, service.settings
-    while not bus.faults.texts(REFUSED):
+    while not any(about.startswith(needed) for about in bus.faults.about(REFUSED)):
         await next_tick(SHOW_S)
     card = Instance(
         instance=service.instance,
