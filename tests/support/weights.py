@@ -72,6 +72,16 @@ def stored_copy(directory: Path, folder: Path, manifest: Manifest, flip: bool = 
     copy.close()
 
 
+def hurry(pid: int) -> None:
+    """Run all threads of a process as ordinary ones, as far as this user may."""
+    for thread in Path(f"/proc/{pid}/task").glob("[0-9]*"):
+        number = int(thread.name)
+        with suppress(OSError):  # or it has ended
+            if os.sched_getscheduler(number) != os.SCHED_OTHER:
+                os.sched_setscheduler(number, os.SCHED_OTHER, os.sched_param(0))
+                os.setpriority(os.PRIO_PROCESS, number, 0)
+
+
 def weights_process(worker: int) -> int:
     """The id of a worker's weights process; 0 if there is none."""
     for status in Path("/proc").glob("[0-9]*/stat"):
@@ -132,10 +142,7 @@ class Agent:
     async def _hurry(self) -> None:
         """Give the process its share of a busy machine, which else runs it only when at rest."""
         while True:
-            with suppress(OSError):  # it has ended, or this user may not
-                if os.sched_getscheduler(self.process.pid) == os.SCHED_IDLE:
-                    os.sched_setscheduler(self.process.pid, os.SCHED_OTHER, os.sched_param(0))
-                    os.setpriority(os.PRIO_PROCESS, self.process.pid, 0)
+            hurry(self.process.pid)
             await asyncio.sleep(LOOK_S)
 
     async def join(self, digest: str = "", started: float = 0.0, asleep: bool = False) -> None:
