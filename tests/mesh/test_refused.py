@@ -249,6 +249,26 @@ async def test_the_card_shows_it_until_it_heals(
     await other.close()
 
 
+async def test_the_card_shows_a_refused_inbox_which_leaves_it_unacknowledged(
+    server: RestrictedServer, own: Bus, limits: StreamLimits
+) -> None:
+    await ensure_streams(own, limits)
+    mine = await Bus.connect(replace(own.options, inbox_prefix="_INBOX_mine"), "mine")
+    card = Instance(instance="w-1", role=Role.WORKER, name="w", version="0", started=0.0)
+    lease = Lease(mine, card, limits)
+    await lease.open()
+    directory = Directory(own, limits)
+    await directory.open()
+    server.forbid(subscribe=["_INBOX_mine.>"])
+    await eventually(lambda: any("_INBOX_mine" in str(c.warnings) for c in directory.instances))
+    assert not any(map(routable, directory.instances))
+    server.forbid()
+    await eventually(lambda: any(map(routable, directory.instances)))
+    await directory.close()
+    await lease.close()
+    await mine.close()
+
+
 async def test_a_consumer_that_stalls_is_replaced_and_reported(
     server: RestrictedServer, own: Bus, limits: StreamLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
