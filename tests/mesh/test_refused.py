@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
@@ -23,7 +24,7 @@ from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.errors import NotPermitted
 from kvmesh.bus.faults import REFUSED, STALLED
 from kvmesh.bus.messages import Instance, MessageDecoder, Ping, Role
-from kvmesh.bus.permissions import Permissions, User, permissions
+from kvmesh.bus.permissions import USER_INFO, Permissions, User, covers, permissions
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams, mesh_streams
 from kvmesh.bus.streams.reader import Start, StreamReader
 from kvmesh.weights.frames import SubjectsRefused
@@ -50,11 +51,13 @@ async def own(server: RestrictedServer, options: BusOptions) -> AsyncIterator[Bu
 
 
 def health(port: int) -> int:
-    """The HTTP status of a process's /health."""
+    """The HTTP status of a process's /health; 0 if it does not listen."""
     try:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=PATIENCE_S).close()
     except urllib.error.HTTPError as error:
         return error.code
+    except OSError:
+        return 0
     return 200
 
 
@@ -65,6 +68,59 @@ def refused(bus: Bus, *words: str) -> bool:
 
 async def healed(bus: Bus) -> None:
     await eventually(lambda: not bus.faults.texts(REFUSED), what="the refusals are over")
+
+
+def named(bus: Bus) -> Permissions:
+    """The subjects that the faults name."""
+    texts = " ".join(bus.faults.texts(REFUSED))
+    found = re.findall(r"(publish on|subscribe to) (\S+)", texts)
+    publish = tuple(subject for act, subject in found if act == "publish on")
+    return Permissions(publish, tuple(subject for act, subject in found if act != "publish on"))
+
+
+def without(table: Permissions, lost: str) -> Permissions:
+    publish = tuple(each for each in table.publish if each != lost)
+    return Permissions(publish, tuple(each for each in table.subscribe if each != lost))
+
+
+SERVICES = sorted({*User} - {User.OPERATOR, User.OBSERVER, User.DASHBOARD})
+
+
+@pytest.mark.parametrize("role", SERVICES)
+async def test_each_subject_of_a_role_that_is_lost_is_named_before_it_is_used(
+    server: RestrictedServer, options: BusOptions, role: User
+) -> None:
+    mine = replace(server.options(options), inbox_prefix="_INBOX.mine")
+    server.forbid()
+    bus = await Bus.connect(mine, "own")
+    try:
+        table = bus.needs(role, "name-1")
+        bus.refusals.need(table.publish)
+        asks = (USER_INFO, "_INBOX.mine.>")  # without these, a process cannot ask
+        for lost in table.publish:
+            if lost not in asks:
+                server.permit(replace(table, publish=without(table, lost).publish))
+                assert await bus.refusals.compare(table)
+                others = replace(table, publish=without(table, lost).publish).publish
+                lacks = () if any(covers(other, lost) for other in others) else (lost,)
+                assert named(bus) == Permissions(lacks, ())
+        for lost in table.subscribe:
+            if lost not in asks:
+                server.permit(replace(table, subscribe=without(table, lost).subscribe))
+                assert await bus.refusals.compare(table)
+                assert named(bus) == Permissions((), (lost,))
+        for lost in asks:
+            server.permit(without(table, lost))
+
+            async def found(lost: str = lost) -> bool:
+                await bus.refusals.compare(table)
+                return refused(bus, lost)
+
+            await eventually(found)
+            server.permit(table)
+            await healed(bus)
+    finally:
+        await bus.close()
 
 
 @pytest.mark.parametrize("queue", ["", "group"])
@@ -193,6 +249,26 @@ async def test_the_card_shows_it_until_it_heals(
     await other.close()
 
 
+async def test_the_card_shows_a_refused_inbox_which_leaves_it_unacknowledged(
+    server: RestrictedServer, own: Bus, limits: StreamLimits
+) -> None:
+    await ensure_streams(own, limits)
+    mine = await Bus.connect(replace(own.options, inbox_prefix="_INBOX_mine"), "mine")
+    card = Instance(instance="w-1", role=Role.WORKER, name="w", version="0", started=0.0)
+    lease = Lease(mine, card, limits)
+    await lease.open()
+    directory = Directory(own, limits)
+    await directory.open()
+    server.forbid(subscribe=["_INBOX_mine.>"])
+    await eventually(lambda: any("_INBOX_mine" in str(c.warnings) for c in directory.instances))
+    assert not any(map(routable, directory.instances))
+    server.forbid()
+    await eventually(lambda: any(map(routable, directory.instances)))
+    await directory.close()
+    await lease.close()
+    await mine.close()
+
+
 async def test_a_consumer_that_stalls_is_replaced_and_reported(
     server: RestrictedServer, own: Bus, limits: StreamLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +367,37 @@ async def test_a_mesh_that_is_deaf_is_not_ready_and_heals(
 
         await eventually(content, what="doctor finds no fault")
         assert "Traceback" not in mesh.logs()
+    finally:
+        mesh.stop()
+
+
+async def test_a_process_that_cannot_start_tells_what_is_refused_and_then_starts(
+    server: RestrictedServer, tmp_path: Path
+) -> None:
+    server.forbid()
+    port = free_port()
+    mesh = Mesh(server.url, tmp_path, server.credentials)
+    needed = f"$JS.API.STREAM.INFO.kvm-{mesh.namespace}-kv"
+
+    async def doctor() -> str:
+        return (await mesh.command("doctor")).stdout
+
+    def ready() -> bool:
+        return health(port) == 200
+
+    async def told() -> bool:
+        found = re.search(rf"router-0\S* .*publish on {re.escape(needed)}", await doctor())
+        return found is not None
+
+    try:
+        mesh.start("frontend", "frontend-0")
+        await eventually(lambda: "listening" in mesh.logs())  # the streams exist
+        server.forbid(publish=[needed])
+        mesh.start("router", "router-0", KVMESH_ROUTER_METRICS_PORT=str(port))
+        await eventually(told)
+        assert await asyncio.to_thread(health, port) == 503
+        server.forbid()
+        await eventually(lambda: asyncio.to_thread(ready))
     finally:
         mesh.stop()
 

@@ -112,6 +112,20 @@ async def test_the_command_changes_limits_and_nothing_else(bus: Bus, limits: Str
     assert await kvmesh("config", "streams", "apply", *flags) == (0, "nothing to change\n")
 
 
+async def test_a_stream_that_cannot_be_changed_holds_up_no_other(
+    bus: Bus, limits: StreamLimits
+) -> None:
+    flags = ("--streams-kv-bytes", str(100 << 40), "--streams-route-bytes", str(3 << 20))
+    status, shown = await kvmesh("config", "streams", "apply", *at(bus.options), *flags)
+    assert status == 1
+    assert f"{bus.subjects.route_stream}: max_bytes {limits.route_bytes} → {3 << 20}\n" in shown
+    assert f"kvmesh config streams: NATS cannot store {bus.subjects.kv_stream}: needs " in shown
+    assert f"{bus.subjects.kv_stream}: max_bytes" not in shown
+    route = (await bus.js.stream_info(bus.subjects.route_stream)).config
+    assert route.max_bytes == 3 << 20
+    assert await kv_bytes(bus) == limits.kv_bytes
+
+
 async def test_buckets_of_other_meshes_are_not_changed(
     bus: Bus, options: BusOptions, limits: StreamLimits
 ) -> None:

@@ -53,6 +53,15 @@ from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import MessageDecoder, encode
 from kvmesh.bus.metrics import BusCounts, KvBacklog, PendingReader
 from kvmesh.bus.packs import unpacked
+from kvmesh.bus.permissions import (
+    ANY,
+    USER_INFO,
+    Permissions,
+    User,
+    covers,
+    inbox_prefix,
+    permissions,
+)
 from kvmesh.bus.promptness import Promptness
 from kvmesh.bus.server_clock import ServerClock
 from kvmesh.bus.subjects import Subjects
@@ -241,6 +250,20 @@ class Bus:
     def server_version(self) -> str:
         version = self.client.connected_server_version
         return f"{version.major}.{version.minor}.{version.patch}"
+
+    def needs(self, role: User, name: str = ANY) -> Permissions:
+        """The subjects of a process in a role, by its table and its own inbox."""
+        table = permissions(self.subjects, role, role, name, self.options.api_prefix)
+        listens = (p for p in table.subscribe if not covers(f"{inbox_prefix(role)}.>", p))
+        publishes = table.publish
+        if not self.has_own_inbox:  # permissions written by hand: the mesh works without this one
+            publishes = tuple(p for p in publishes if p != USER_INFO)
+        return Permissions(publishes, (*listens, f"{self.options.inbox_prefix}.>"))
+
+    @property
+    def has_own_inbox(self) -> bool:
+        """True of users of `kvmesh secure`, which have exactly the permissions of their role."""
+        return self.options.inbox_prefix != BusOptions.inbox_prefix
 
     def absence(self) -> Absence:
         """A record of refusals, for a caller that sends a message again by itself."""
@@ -510,11 +533,8 @@ class Bus:
             await self.client.flush()
 
     def may_create(self, stream: str) -> bool:
-        """False if this process's role may not create a stream.
-
-        Only a user with an inbox prefix of its own has the permissions of its role.
-        """
-        if self.options.inbox_prefix == BusOptions.inbox_prefix or not self.refusals.needs_any:
+        """False if this process's role may not create a stream."""
+        if not self.has_own_inbox or not self.refusals.needs_any:
             return True
         return self.refusals.is_needed(f"{self.js.prefix}.STREAM.CREATE.{stream}")
 

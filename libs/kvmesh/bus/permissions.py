@@ -51,7 +51,7 @@ def permissions(
     """
     publish, subscribe = _TABLE[role](subjects, name)
     stream_infos = (f"{API}.STREAM.INFO.{stream}" for stream in _startup_streams(subjects))
-    replies = () if role in _NO_SERVERS else _INBOXES
+    replies = () if role in _NO_SERVERS else INBOXES
     published = (*publish, *stream_infos, *replies, *_LIBRARY)
     return Permissions(
         tuple(sorted({through(api, _pattern(subject)) for subject in published})),
@@ -60,12 +60,13 @@ def permissions(
 
 
 def covers(pattern: str, subject: str) -> bool:
-    """True if a pattern matches a subject, in upper or lower case."""
+    """True if a pattern matches a subject, or all that another matches, in upper or lower case."""
     parts, tokens = pattern.casefold().split("."), subject.casefold().split(".")
     if parts[-1] == ">" and len(tokens) >= len(parts):
         parts, tokens = parts[:-1], tokens[: len(parts) - 1]
     return len(parts) == len(tokens) and all(
-        part in ("*", each) for part, each in zip(parts, tokens, strict=True)
+        part == each or (part == "*" and each != ">")
+        for part, each in zip(parts, tokens, strict=True)
     )
 
 
@@ -80,15 +81,16 @@ def _pattern(subject: str) -> str:
 
 
 Grant = tuple[Iterable[str], Iterable[str]]
-_LIBRARY = (f"{API}.INFO", f"{API}.STREAM.NAMES")  # nats-py requests these; they reveal no message
 # Of a user about itself, and of an account about its servers and connections.
 USER_INFO, ALL_SERVERS = "$SYS.REQ.USER.INFO", "$SYS.REQ.ACCOUNT.PING.CONNZ"
+# requested by nats-py, and by a process that checks its permissions; they reveal no message
+_LIBRARY = (f"{API}.INFO", f"{API}.STREAM.NAMES", USER_INFO)
 _EACH = f"{ANY}-{ANY}"  # any instance
 _NO_SERVERS = (User.OPERATOR, User.OBSERVER, User.DASHBOARD)  # they serve no requests
 # Replies go to these only. `allow_responses` of NATS permits any subject that a request names for
 # its reply, so a user that sends a request to itself could publish anywhere. Inboxes are random: a
 # user cannot guess another's.
-_INBOXES = ("_INBOX.>",)
+INBOXES = ("_INBOX.>",)
 
 
 def _frontend(s: Subjects, name: str) -> Grant:
@@ -207,7 +209,7 @@ def _planner(s: Subjects, name: str) -> Grant:
 def _observer(s: Subjects, name: str) -> Grant:
     streams = _seen_streams(s)
     lists = (f"{API}.STREAM.LIST", *(f"{API}.CONSUMER.LIST.{stream}" for stream in streams))
-    return [*lists, *_reads(*streams, deletes=False), USER_INFO, ALL_SERVERS], _events(s)
+    return [*lists, *_reads(*streams, deletes=False), ALL_SERVERS], _events(s)
 
 
 def _dashboard(s: Subjects, name: str) -> Grant:
@@ -228,7 +230,7 @@ def _operator(s: Subjects, name: str) -> Grant:
     return (
         [
             *(s.ctl(_EACH), s.ask(_EACH), s.weights(ANY), f"{API}.>", "$JS.FC.>"),
-            *(USER_INFO, ALL_SERVERS),
+            ALL_SERVERS,
             *(entry for bucket in buckets for entry in _write(bucket)),
             *(entry for bucket in objects for entry in _write_objects(bucket)),
         ],

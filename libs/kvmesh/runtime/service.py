@@ -10,9 +10,9 @@ import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib.metadata import version
-from time import monotonic
+from time import monotonic, time
 from typing import Any, TypeVar
 
 import uvloop
@@ -21,6 +21,7 @@ from prometheus_client import REGISTRY
 
 from kvmesh._native import Watchdog
 from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.errors import (
     BusError,
     BusTimeout,
@@ -32,8 +33,9 @@ from kvmesh.bus.errors import (
     cause,
 )
 from kvmesh.bus.faults import REFUSED
+from kvmesh.bus.messages import Instance, Role
 from kvmesh.bus.metrics import BusCollector
-from kvmesh.bus.permissions import User, permissions
+from kvmesh.bus.permissions import User
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.bus.streams.keeper import keeper_of
 from kvmesh.bus.streams.preparation import prepare_streams, why_not_ready
@@ -49,6 +51,7 @@ log = logging.getLogger(__name__)
 DEFAULT_URL = "nats://127.0.0.1:4222"
 VERSION = version("kvmesh")
 T = TypeVar("T")
+SHOW_S = 1.0
 QUICK_S = 1.0  # for NATS to be reached, at an ordinary start
 CHECKS = 10
 
@@ -207,16 +210,19 @@ async def _run(
         bus = await _unless_stopped(connecting, stopping)
     if bus is None:
         return 0
-    bus.refusals.need(
-        permissions(bus.subjects, User(role), role, name, bus.options.api_prefix).publish
-    )
+    needs = bus.needs(User(role), name)
+    bus.refusals.need(needs.publish)
     service = signals.service = Service(bus, settings, name, entered, stopping)
     figures = BusCollector(bus)
     REGISTRY.register(figures)
     tracing = None
     try:
+        await bus.refusals.compare(needs)
+        service.spawn(bus.refusals.watch(needs), "permissions")
         tracing = await _open_tracing(role, service)
-        await _prepare(service)
+        needed = (f"publish {bus.js.prefix}.", f"subscribe {bus.options.inbox_prefix}.")
+        async with _told_refused(service, role, meanwhile, needed):
+            await _prepare(service)
         keeper = keeper_of(bus)
         service.spawn(keeper.run(service.warnings.update, role == "frontend"), "streams")
         if not service.stopping.is_set():
@@ -226,17 +232,75 @@ async def _run(
             log.info("stopped during its start: %s", cause(error))
             return 0
         refused = bus.faults.texts(REFUSED)
-        if not refused or "does not permit" in cause(error):
+        if not refused:
             raise
-        # a reader or a reply that NATS refuses shows as a timeout
         permanent = isinstance(error, StartError) and error.permanent
-        raise StartError(f"{cause(error)}: {'; '.join(refused)}", permanent) from error
+        reason = cause(error)
+        if "does not permit" not in reason:  # a reader or a reply that is refused: a timeout
+            reason = f"{reason}: {'; '.join(refused)}"
+        if not permanent and not service.failed:
+            log.error("starting again once NATS permits it: %s", reason)
+            async with _told_refused(service, role, meanwhile):
+                while bus.faults.texts(REFUSED) and not stopping.is_set():
+                    await next_tick(SHOW_S, stopping)
+            if stopping.is_set():
+                return 0
+        raise StartError(reason, permanent) from error
     finally:
         if tracing is not None:
             await tracing.close()
         await service.close()
         REGISTRY.unregister(figures)
     return 1 if service.failed else 0
+
+
+@asynccontextmanager
+async def _told_refused(
+    service: Service, role: str, meanwhile: Meanwhile | None, needed: tuple[str, ...] = ("",)
+) -> AsyncIterator[None]:
+    """While the block runs, tell what NATS refuses to a process that cannot start.
+
+    It can without subjects that do not begin as those `needed`.
+    """
+    telling = _tell_refused(service, role, meanwhile, needed)
+    showing = asyncio.create_task(telling, name="refused start")
+    try:
+        yield
+    finally:
+        showing.cancel()
+        await asyncio.wait([showing])
+
+
+async def _tell_refused(
+    service: Service, role: str, meanwhile: Meanwhile | None, needed: tuple[str, ...]
+) -> None:
+    """Once NATS refuses such a subject, have a card and serve /health, until cancelled."""
+    from kvmesh.runtime.status_http import serve_metrics
+
+    bus, settings = service.bus, service.settings
+    while not any(about.startswith(needed) for about in bus.faults.about(REFUSED)):
+        await next_tick(SHOW_S)
+    card = Instance(
+        instance=service.instance,
+        role=Role(role),
+        name=service.name,
+        version=VERSION,
+        started=time(),
+    )
+    lease, port = Lease(bus, card, service.limits), getattr(settings, role).metrics_port
+    with suppress(StartError):  # `main` says that the port is taken
+        async with _running(meanwhile, settings), AsyncExitStack() as stack:
+            http = await serve_metrics(settings.process, port, lambda: False, service.warnings)
+            if http is not None:
+                stack.push_async_callback(http.cleanup)
+            while True:
+                try:
+                    await lease.open()
+                    stack.push_async_callback(lease.close)
+                    await asyncio.Event().wait()
+                except BusError as error:
+                    log.debug("no card tells what NATS refuses: %s", cause(error))
+                    await next_tick(SHOW_S)
 
 
 @asynccontextmanager

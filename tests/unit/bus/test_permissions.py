@@ -139,6 +139,8 @@ def test_a_named_worker_has_only_its_own_subjects(name: str) -> None:
         ("a.*.c", ["a.b.c", "A.x.C"], ["a.c", "a.b.b.c", "a.b.d"]),
         ("a.>", ["a.b", "a.b.c"], ["a", "b.a"]),
         ("a.b", ["a.b", "A.B"], ["a", "a.b.c"]),
+        ("a.>", ["a.*.c", "a.>"], []),
+        ("a.*", ["a.*"], ["a.>", "*.b"]),
     ],
 )
 def test_a_pattern_covers_its_subjects_in_any_case(

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvmesh.terminal.console import UNLIMITED
-from kvmesh.terminal.tables import FittedTable, columns
+from kvmesh.terminal.tables import FittedTable, TextColumn, columns
 
 NAME = "llama-3-70b-instruct-gpu-node-17-worker-0-e6c78b37"
 
@@ -62,6 +62,18 @@ def test_prose_takes_the_place_that_others_leave() -> None:
         "      many hits, or more",
     ]
     assert len(shown(table, UNLIMITED)) == 2
+
+
+def test_prose_beside_a_long_name_has_lines_of_its_own() -> None:
+    table = FittedTable([TextColumn(""), TextColumn(""), TextColumn("", wraps=True)])
+    table.add_row("ok", "nats", "2.15.1")
+    table.add_row("fault", NAME, "it has no NATS server, or that has no disk: start one")
+    assert shown(table, 60) == [
+        "ok     nats",
+        "  2.15.1",
+        f"fault  {NAME}",
+        "  it has no NATS server, or that has no disk: start one",
+    ]
 
 
 def test_a_comparison_is_split_rather_than_cut() -> None:

@@ -179,12 +179,17 @@ def _listens(url: str) -> bool:
 
 
 def write_private(file: Path, text: str) -> None:
-    """Write a file of mode 0600, replacing one of any mode."""
+    """Write a file of mode 0600, replacing one of any mode; an OSError names it."""
     fresh = file.with_name(f".{file.name}.new")
-    fresh.unlink(missing_ok=True)
-    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
-        stream.write(text)
-    fresh.replace(file)
+    try:
+        fresh.unlink(missing_ok=True)
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+            stream.write(text)
+        fresh.replace(file)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 def _file(state_dir: Path) -> Path:

@@ -207,13 +207,20 @@ class FittedTable:
         return Text(self.columns[place].heading, "dim")
 
     def _stacked(self, console: Console, shown: Sequence[int], width: int) -> Iterator[Text]:
-        """Each row's first cell on its own line, whole, and its others below."""
-        first, *others = shown
-        yield self._heading(first)
-        widths = self._widths(others, width - INDENT)
+        """Each row's first cell on its own line, whole, and its others below.
+
+        Prose has all of the lower lines, where the other cells fit into the first.
+        """
+        first = [n for n in shown if not self.columns[n].wraps]
+        if len(first) == len(shown) or self._width(first) > width:
+            first = list(shown[:1])
+        others = [n for n in shown if n not in first]
+        upper, lower = self._widths(first, width), self._widths(others, width - INDENT)
         indent = " " * INDENT
-        yield Text(indent) + self._line([self._heading(n) for n in others], others, widths)
+        if any(self.columns[n].heading for n in shown):
+            yield self._line([self._heading(n) for n in first], first, upper)
+            yield Text(indent) + self._line([self._heading(n) for n in others], others, lower)
         for row in self.rows:
-            yield row[first].copy()
-            for line in self._row(console, row, others, widths):
+            yield self._line([row[n] for n in first], first, upper)
+            for line in self._row(console, row, others, lower):
                 yield Text(indent) + line

@@ -17,12 +17,21 @@ import msgspec
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.cards import DATED, RECORD, keep
-from kvmesh.bus.errors import BusError, Conflict, JetStreamError, NotFound, StorageFull, cause
+from kvmesh.bus.errors import (
+    BusError,
+    Conflict,
+    JetStreamError,
+    NotFound,
+    NotPermitted,
+    StorageFull,
+    cause,
+)
 from kvmesh.bus.faults import REFUSED
 from kvmesh.bus.messages import Instance, encode
 from kvmesh.bus.promptness import LATE_S
 from kvmesh.bus.streams.configuration import StreamLimits, expect_streams
 from kvmesh.bus.streams.keeper import keeper_of
+from kvmesh.bus.subjects import through
 from kvmesh.bus.ticks import next_tick
 
 log = logging.getLogger(__name__)
@@ -298,6 +307,8 @@ class Lease:
                     await self._renew()
                 failing, logged, self._in_vain_since = False, False, None
             except (BusError, TimeoutError) as error:
+                if isinstance(error, NotPermitted):
+                    self._say_unheard()
                 self._unread = self._bus.promptness.late or loop.time() - ends > LATE_S
                 if not logged and not self._unread:
                     logged = True
@@ -306,6 +317,12 @@ class Lease:
                 self._note_failure(loop.time(), slept_at)
             finally:
                 checking.cancel()
+
+    def _say_unheard(self) -> None:
+        """Store the card without an acknowledgement: the server may refuse only this inbox."""
+        key = self._bus.subjects.lease_key(self.card.role, self.card.instance)
+        subject = f"$KV.{self._bus.subjects.instances_bucket}.{key}"
+        self._bus.post(through(self._bus.options.api_prefix, subject), self._shown())
 
     async def _due(self, wait_s: float) -> None:
         """Return within `wait_s` seconds, soon after a reconnect, or for a fault on the card.

@@ -23,7 +23,15 @@ from nats.js.api import (
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.api_errors import TOO_MANY_CONSUMERS
-from kvmesh.bus.errors import BusError, Conflict, JetStreamError, NotFound, NotPermitted
+from kvmesh.bus.errors import (
+    BusError,
+    Conflict,
+    JetStreamError,
+    NotFound,
+    NotPermitted,
+    ServerUnfit,
+    cause,
+)
 from kvmesh.bus.streams.server_check import explained_refusal
 
 MEMORY = StorageType.MEMORY
@@ -118,15 +126,23 @@ def differences(bus: Bus, limits: StreamLimits, streams: Iterable[StreamInfo]) -
     return found
 
 
-async def apply(bus: Bus, changes: list[Difference]) -> None:
-    """Change the limits of streams; the server drops the oldest messages beyond them."""
+async def apply(bus: Bus, changes: list[Difference]) -> dict[str, str]:
+    """Change the limits of streams; the server drops the oldest messages beyond them.
+
+    Returns the reasons why it refused changes, by stream.
+    """
+    refused: dict[str, str] = {}
     for name in dict.fromkeys(change.stream for change in changes):
         config = (await bus.js.stream_info(name)).config
         new = {change.limit: change.wanted for change in changes if change.stream == name}
         if config.duplicate_window > (age := new.get("max_age", 0)) > 0:
             new["duplicate_window"] = age  # it may not be longer
-        async with explained_refusal(bus, name, new.get("max_bytes", 0)):
-            await bus.js.update_stream(config.evolve(**new))
+        try:
+            async with explained_refusal(bus, name, new.get("max_bytes", 0)):
+                await bus.js.update_stream(config.evolve(**new))
+        except (JetStreamError, ServerUnfit) as error:
+            refused[name] = cause(error)
+    return refused
 
 
 def needed_streams(bus: Bus) -> list[str]:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.faults import REFUSED
-from kvmesh.bus.permissions import User, permissions
+from kvmesh.bus.permissions import User
 from kvmesh.bus.streams.keeper import keeper_of
 from kvmesh.runtime import logs
 from kvmesh.runtime.background import BackgroundTasks
@@ -169,9 +169,7 @@ class WeightsProcess:
         bus = await Bus.connect(
             bus_options(self._settings.nats), f"{self._job.name} weights", timeout=None
         )
-        worker, api = User.WORKER, bus.options.api_prefix
-        allowed = permissions(bus.subjects, worker, worker, self._job.name, api)
-        bus.refusals.need(allowed.publish)
+        bus.refusals.need(bus.needs(User.WORKER, self._job.name).publish)
         bus.faults.observe(self._on_faults)
         options = replace(transfer, via="tcp", port=weights.port)
         transport = await Transport.open(options, self._pace, LOWER_EFFORT)

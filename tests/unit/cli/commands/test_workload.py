@@ -39,6 +39,16 @@ def test_what_is_read_is_not_written_over(
     assert trace.read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["full.jsonl", "full.json", "full.csv"])
+def test_a_full_disk_is_told_with_the_file(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = tmp_path / name
+    full.symlink_to("/dev/full")
+    assert run(["workload", "generate", "demo", "--sessions", "2", "-o", str(full)]) == 2
+    assert f"cannot write {full}: No space left on device" in capsys.readouterr().err
+
+
 def test_read_refuses_by_line_and_repairs_with_a_count(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.refused.permission_probe import ProbeFailed, refused_subjects
 from kvmesh.bus.connection.translation import bus_errors
 from kvmesh.bus.errors import NotPermitted
-from kvmesh.bus.permissions import ANY, Permissions, User, permissions
+from kvmesh.bus.permissions import ANY, Permissions, User
 from kvmesh.cli.status.findings import Finding
 from kvmesh.settings import Settings
 
@@ -16,16 +16,13 @@ CHECK = "permissions"
 async def check_permissions(bus: Bus, role: User, settings: Settings) -> list[Finding]:
     """A fault for each subject of the role that the server refuses; raises BusError."""
     name = {User.WORKER: settings.worker.name, User.KVBM: settings.kvbm.name}.get(role) or ANY
-    table = permissions(bus.subjects, role, role, name, bus.options.api_prefix)
-    inbox = f"{bus.options.inbox_prefix}.>"  # that of the credentials, whatever their user's name
-    others = (pattern for pattern in table.subscribe if not pattern.startswith("_INBOX."))
-    wanted = Permissions(table.publish, (*others, inbox))
+    wanted = bus.needs(role, name)
     try:
         with bus_errors():
             refused = await refused_subjects(bus.client, bus.refusals, wanted)
     except ProbeFailed as error:
         return [Finding("note", role, str(error), CHECK)]
-    faults = list(_faults(role, refused, inbox))
+    faults = list(_faults(role, refused, f"{bus.options.inbox_prefix}.>"))
     if faults:
         return faults
     counts = f"{len(wanted.publish)} publishes and {len(wanted.subscribe)} subscriptions"

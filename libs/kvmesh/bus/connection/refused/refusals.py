@@ -9,20 +9,25 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
+from msgspec import MsgspecError
 from nats.errors import Error as NatsError
 
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.connection.direct_client import DirectClient, PermissionDenied
+from kvmesh.bus.connection.refused.granted import lacking
 from kvmesh.bus.connection.refused.violations import Violation
 from kvmesh.bus.connection.translation import RECEIVE
 from kvmesh.bus.errors import NotPermitted, cause
 from kvmesh.bus.faults import REFUSED, BusFaults
 from kvmesh.bus.metrics import BusCounts
-from kvmesh.bus.permissions import covers, sample_of
+from kvmesh.bus.permissions import USER_INFO, Permissions, covers, sample_of
+from kvmesh.bus.ticks import next_tick
 
 log = logging.getLogger(__name__)
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 10.0
 REPEAT_S = 10.0
+CHECK_S, ASK_S = 10.0, 2.0
+UNTOLD_S = 600.0  # between questions to a server that does not permit them: it logs each
 
 
 class Refusals:
@@ -35,9 +40,10 @@ class Refusals:
         self._needed: tuple[str, ...] = ()
         self._subscriptions: dict[int, str] = {}
         self._publishes: dict[str, str] = {}  # a subject to try again, by pattern
+        self._lacking = Permissions((), ())  # subjects that may not have been used yet
         self._elsewhere: dict[str, dict[str, str]] = {}  # of processes that belong to this one
         self._again: set[int | str] = set()  # refused since the last attempt began
-        self._soon = asyncio.Event()
+        self._soon, self._reconnected = asyncio.Event(), asyncio.Event()
         self._listener: Callable[[Violation], None] | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -56,6 +62,34 @@ class Refusals:
     def is_needed(self, subject: str) -> bool:
         """True if this process needs to publish on a subject, so that a refusal is a fault."""
         return any(covers(pattern, subject) for pattern in self._needed)
+
+    async def watch(self, table: Permissions) -> None:
+        """Compare a table with what the server permits, until cancelled.
+
+        A refused publish shows only when it is tried, which for some subjects is rarely.
+        """
+        while True:
+            told = await self.compare(table)
+            await next_tick(CHECK_S if told else UNTOLD_S, self._reconnected)
+            self._reconnected.clear()
+
+    async def compare(self, table: Permissions) -> bool:
+        """Report the subjects of a table that the server says it does not permit.
+
+        False if the server does not permit the question, which this process then does not need.
+        """
+        try:
+            reply = await self._client.request(USER_INFO, timeout=ASK_S)
+            self._lacking = lacking(reply.data, table)
+        except PermissionDenied:
+            self._lacking = Permissions((), ())
+            self._changed()
+            return self._client.inbox_refused or self.is_needed(USER_INFO)
+        except (NatsError, OSError, MsgspecError) as error:  # none: it has no system account
+            log.debug("the server does not state the permissions: %s", cause(error))
+            return True
+        self._changed()
+        return True
 
     def add(self, source: str, elsewhere: Mapping[str, str]) -> None:
         """Have all refusals of another connection among these, in place of its former ones."""
@@ -95,6 +129,7 @@ class Refusals:
     def try_soon(self) -> None:
         """Try again now: the connection is new, perhaps with other permissions."""
         self._soon.set()
+        self._reconnected.set()
 
     async def close(self) -> None:
         if self._task is not None:
@@ -155,11 +190,13 @@ class Refusals:
     def _changed(self) -> None:
         inbox = self._client.inbox_prefix
         found = {about: text for each in self._elsewhere.values() for about, text in each.items()}
-        for subject in self._subscriptions.values():
+        listens = list(self._subscriptions.values())
+        unused = [p for p in self._lacking.subscribe if not any(covers(p, s) for s in listens)]
+        for subject in (*listens, *unused):
             error = NotPermitted(subject, "subscribe to")
             if subject.startswith(inbox):  # inboxes differ by connection and reader
                 error = NotPermitted(f"{inbox}>", RECEIVE)
             found[f"subscribe {error.subject}"] = str(error)
-        for pattern in self._publishes:
+        for pattern in (*self._publishes, *self._lacking.publish):
             found[f"publish {pattern}"] = str(NotPermitted(pattern))
         self._faults.update(REFUSED, found)

@@ -88,7 +88,7 @@ def _tiny(folder: Path, seed: int) -> int:
     try:
         make_tiny_model(folder, seed)
     except OSError as error:
-        return failed("model", f"cannot write the model: {error}")
+        return failed("model", f"cannot write {folder}: {error.strerror}")
     print(f"wrote {folder}; try: kvmesh up --engine torch --model {folder}, or --engine vllm")
     return 0
 

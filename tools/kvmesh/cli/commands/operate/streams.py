@@ -19,6 +19,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     from kvmesh.bus.client import Bus
     from kvmesh.bus.errors import NotFound
     from kvmesh.bus.streams.configuration import apply, differences, mesh_streams
+    from kvmesh.cli.arguments import failed
     from kvmesh.cli.bus_session import run_on_bus
     from kvmesh.cli.status.view import show_limits
     from kvmesh.runtime.service import stream_limits
@@ -33,11 +34,13 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
             for change in changes:
                 print(f"{change}; `kvmesh config streams apply` changes it")
             return 0
-        await apply(bus, changes)
-        for change in changes:
+        refused = await apply(bus, changes)
+        for change in [each for each in changes if each.stream not in refused]:
             print(f"{change.stream}: {change.limit} {change.has:.15g} → {change.wanted:.15g}")
         if not changes:
             print("nothing to change")
-        return 0
+        for reason in refused.values():
+            failed("config streams", reason)
+        return 1 if refused else 0
 
     return run_on_bus("config streams", settings, main)

@@ -101,7 +101,10 @@ def _save(
         if target is not None:
             raise WorkloadError("--for needs -o FILE")
         return
-    saved = save(workload, file, block_size, target)
+    try:
+        saved = save(workload, file, block_size, target)
+    except OSError as error:
+        raise WorkloadError(f"cannot write {file}: {error.strerror}") from error
     for loss in saved.losses:
         print(
             f"{f'{target} ignores' if target else 'lost in this format'}: {loss}", file=sys.stderr

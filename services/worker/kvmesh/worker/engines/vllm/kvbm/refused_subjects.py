@@ -17,7 +17,7 @@ import msgspec
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import cause
 from kvmesh.bus.faults import REFUSED
-from kvmesh.bus.permissions import User, permissions
+from kvmesh.bus.permissions import User
 
 log = logging.getLogger(__name__)
 SOCKET_VARIABLE = "KVMESH_REFUSED_SOCKET"  # inherited by vLLM's processes
@@ -82,8 +82,7 @@ class RefusalTeller:
         path = os.environ.get(SOCKET_VARIABLE)
         if path is None:
             return  # no worker has started vLLM: the connection logs its faults
-        allowed = permissions(bus.subjects, User.WORKER, User.WORKER, api=bus.options.api_prefix)
-        bus.refusals.need(allowed.publish)
+        bus.refusals.need(bus.needs(User.WORKER).publish)
         self._telling = asyncio.create_task(self._tell(path), name="refusals")
         bus.faults.observe(self._on_faults)
 
