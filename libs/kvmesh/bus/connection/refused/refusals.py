@@ -76,7 +76,7 @@ class Refusals:
     async def compare(self, table: Permissions) -> bool:
         """Report the subjects of a table that the server says it does not permit.
 
-        False if the server does not permit the question, which this process then does not need.
+        False if the server does not permit the question: a process works without it.
         """
         try:
             reply = await self._client.request(USER_INFO, timeout=ASK_S)
@@ -84,7 +84,7 @@ class Refusals:
         except PermissionDenied:
             self._lacking = Permissions((), ())
             self._changed()
-            return self._client.inbox_refused or self.is_needed(USER_INFO)
+            return self._client.inbox_refused
         except (NatsError, OSError, MsgspecError) as error:  # none: it has no system account
             log.debug("the server does not state the permissions: %s", cause(error))
             return True
