@@ -99,8 +99,9 @@ def test_to_move_a_block_takes_no_longer_in_a_larger_cache() -> None:
         blocks.store(0, [0], None, 2, tokens_of([0], 0), ())  # the first move looks at all blocks
         started = process_time()
         for first in range(20, 2000, 20):
-            _, moved = blocks.store(0, [first], None, 2, tokens_of([first], 0), ())
-            assert [(tier, len(names)) for tier, names, _ in moved] == [(1, 20 * 8)]
+            stored = blocks.store(0, [first], None, 2, tokens_of([first], 0), ())
+            assert stored is not None
+            assert [(tier, len(names)) for tier, names, _ in stored[1]] == [(1, 20 * 8)]
         seconds.append(process_time() - started)
     assert seconds[1] < 10 * seconds[0]
 
