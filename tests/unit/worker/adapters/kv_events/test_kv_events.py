@@ -314,14 +314,15 @@ def test_a_lower_tier_does_not_tell_of_an_image(name: str) -> None:
     image = pictured.stored(prompt) | {"extra_keys": [None, [[name, 0]]]}
     below = pictured.stored(prompt) | {"medium": "CPU", "extra_keys": None}
     removed = {"type": "BlockRemoved", "block_hashes": image["block_hashes"]}
-    late = EventDecoder()
     for order in ([image, removed, below], [image, below, removed]):
         assert depth(ledger().apply(decode(*order)), prompt) == 1
-    late.decode(msgspec.msgpack.encode([1.0, [image], 0]))
-    [known_by_hash] = late.decode(msgspec.msgpack.encode([1.0, [below], 0]))
-    assert isinstance(known_by_hash, BlocksStored)
-    assert known_by_hash.hashes == pictured.hashes(prompt)
-    assert not known_by_hash.tokens
+    # the same text with another image, of which only the lower tier has told
+    first = CACHE.stored(prompt[:SIZE]) | {"extra_keys": None}
+    other = below | {"block_hashes": [77], "token_ids": prompt[SIZE:]}
+    other["parent_block_hash"] = first["block_hashes"][0]
+    books = ledger()
+    assert depth(books.apply(decode(image, first, other)), prompt) == 1
+    assert books.counts(0, 0, "").unplaced == 1
 
 
 @pytest.mark.parametrize(
