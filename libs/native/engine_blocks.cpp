@@ -1,7 +1,5 @@
 #include "engine_blocks.hpp"
 
-#include <unordered_map>
-
 namespace kvmesh {
 namespace {
 
@@ -30,7 +28,7 @@ Change EngineBlocks::store(uint32_t tier, const Names& names, std::optional<uint
   if (tier == 0) made.moved = correct(chain);
   for (size_t i = 0; i < names.size(); ++i) {
     const uint32_t at = obtain(names[i]);
-    move(blocks_[at], chain, i);
+    move(at, chain, i);
     hold(tier, at, true, made.added);
   }
   return made;
@@ -60,7 +58,7 @@ Moves EngineBlocks::correct(const Chain& chain) {
   for (size_t i = 0; i < chain.names.size(); ++i) {
     const uint32_t at = index_.find(chain.names[i]);
     if (at == 0 || blocks_[at].is_recent || blocks_[at].sequence() == chain.sequence[i]) continue;
-    move(blocks_[at], chain, i);
+    move(at, chain, i);
     moved.push_back(at);
   }
   if (moved.empty()) return made;
@@ -85,23 +83,28 @@ Moves EngineBlocks::correct(const Chain& chain) {
 
 // Moves what follows moved blocks, too; returns them all.
 std::vector<uint32_t> EngineBlocks::move_following(std::vector<uint32_t> moved) {
-  std::unordered_multimap<uint64_t, uint32_t> children;
-  for (uint32_t at = 1; at < blocks_.size(); ++at) {
-    const Block& block = blocks_[at];
-    if (block.is_held() && !block.is_root) children.emplace(block.parent, at);
-  }
+  if (!follows_) follow();
   std::unordered_set<uint32_t> done(moved.begin(), moved.end());
   for (size_t i = 0; i < moved.size(); ++i) {
     const uint64_t name = blocks_[moved[i]].name, sequence = blocks_[moved[i]].sequence();
-    const auto [first, last] = children.equal_range(name);
-    for (auto child = first; child != last; ++child) {
+    for (auto child = children_.lower_bound({name, 0});
+         child != children_.end() && child->first == name; ++child) {
       if (!done.insert(child->second).second) continue;
       Block& block = blocks_[child->second];
-      move(block, name, sequence, block.local);
+      place(block, sequence, block.local);
       moved.push_back(child->second);
     }
   }
   return moved;
+}
+
+// Notes the children of all blocks, once the recent ones are forgotten.
+void EngineBlocks::follow() {
+  follows_ = true;
+  for (uint32_t at = 1; at < blocks_.size(); ++at) {
+    const Block& block = blocks_[at];
+    if (block.is_held() && !block.is_root) children_.emplace(block.parent, at);
+  }
 }
 
 void EngineBlocks::release(uint32_t tier, const Names& names, Names& gone, Names& missing) {
@@ -165,15 +168,19 @@ uint32_t EngineBlocks::obtain(uint64_t name) {
   return at;
 }
 
-void EngineBlocks::move(Block& block, const Chain& chain, size_t i) {
-  move(block, chain.parent_of(i), chain.before(i), chain.local[i]);
-}
-
-void EngineBlocks::move(Block& block, std::optional<uint64_t> parent, uint64_t previous,
-                        uint64_t local) {
-  const uint64_t before = block.sequence();
+void EngineBlocks::move(uint32_t at, const Chain& chain, size_t i) {
+  Block& block = blocks_[at];
+  const std::optional<uint64_t> parent = chain.parent_of(i);
+  if (follows_ && !block.is_root) children_.erase({block.parent, at});
   block.parent = parent.value_or(0);
   block.is_root = !parent;
+  if (follows_ && parent) children_.emplace(*parent, at);
+  place(block, chain.before(i), chain.local[i]);
+}
+
+// Gives a block another place.
+void EngineBlocks::place(Block& block, uint64_t previous, uint64_t local) {
+  const uint64_t before = block.sequence();
   block.previous = previous;
   block.local = local;
   if (block.copies[0] != 0 && before != block.sequence()) {
@@ -230,6 +237,7 @@ void EngineBlocks::unlink(uint32_t at) {
 void EngineBlocks::drop(uint32_t at) {
   unlink(at);
   index_.erase(blocks_[at].name);
+  if (follows_ && !blocks_[at].is_root) children_.erase({blocks_[at].parent, at});
   free_.push_back(at);
 }
 

@@ -11,7 +11,9 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <set>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "flat_map.hpp"
@@ -143,10 +145,11 @@ class EngineBlocks {
 
   uint32_t obtain(uint64_t name);
   void reserve(size_t more);
-  void move(Block& block, const Chain& chain, size_t i);
-  void move(Block& block, std::optional<uint64_t> parent, uint64_t previous, uint64_t local);
+  void move(uint32_t at, const Chain& chain, size_t i);
+  void place(Block& block, uint64_t previous, uint64_t local);
   Moves correct(const Chain& chain);
   std::vector<uint32_t> move_following(std::vector<uint32_t> moved);
+  void follow();
   void hold(uint32_t tier, uint32_t at, bool again, std::vector<Run>& added);
   void add_copy(uint32_t tier, uint32_t at);
   void remove_copies(uint32_t tier, uint32_t at);
@@ -164,6 +167,10 @@ class EngineBlocks {
   FlatMap index_;      // name -> slot
   FlatMap sequences_;  // sequence hash -> blocks in the engine's own memory
   Slots blocks_;
+  // Parents' names and slots of the known blocks that follow them, from the first move on: most
+  // engines never need them, and a search of all blocks for each move would cost much more.
+  std::set<std::pair<uint64_t, uint32_t>> children_;
+  bool follows_ = false;
   std::vector<uint32_t> free_;
   std::array<size_t, TIERS> held_{};
   std::array<uint64_t, TIERS> kept_{};

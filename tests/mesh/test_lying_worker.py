@@ -5,13 +5,16 @@ It has the credentials of its own user and no others.
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 import pytest_asyncio
 from msgspec.structs import replace
+from support.indexing import Replicas
 from support.mesh import Mesh
 from support.secured import SecuredServer
 from support.wait import eventually
@@ -19,8 +22,19 @@ from support.wait import eventually
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.cards import RECORD, read_cards
 from kvmesh.bus.discovery.directory import MAX_NAMESAKES
-from kvmesh.bus.messages import Capacity, Instance, ModelCard, Role, encode
+from kvmesh.bus.messages import (
+    Capacity,
+    Cleared,
+    Instance,
+    KvBatch,
+    ModelCard,
+    Role,
+    Stored,
+    encode,
+)
 from kvmesh.bus.storage.model_files import pack
+from kvmesh.bus.streams.configuration import StreamLimits
+from kvmesh.indexer import rank_state
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 RENEW_S = 0.5
@@ -233,3 +247,38 @@ async def test_a_worker_under_hundreds_of_instances_is_a_few(
         async with httpx.AsyncClient() as client:
             listed = (await client.get(f"{mesh.url}/v1/models")).json()["data"]
         assert len({model["id"] for model in listed} & set(names)) <= MAX_NAMESAKES
+
+
+async def test_a_worker_cannot_fill_the_memory_of_an_indexer(
+    mesh: Mesh, server: SecuredServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the names of many models, from instances with and without a card, on any rank."""
+    monkeypatch.setattr(rank_state, "MAX_BLOCKS", most := 1 << 18)
+    per_message = 1 << 13
+    sent = 6 * most // per_message
+    capacity = Capacity(blocks=1 << 40, max_sequences=1, max_batched_tokens=1, dp_ranks=64)
+    card, model = await honest(server)
+    async with AsyncExitStack() as stack, lying(server, "flood") as liar:
+        limits = StreamLimits()
+        replica = await Replicas(server.options("indexer"), limits, stack).start()
+        states, warnings = replica.indexer.states, replica.service.warnings
+        await liar.state(replace(card, model=replace(model, name="m0"), capacity=capacity))
+        await eventually(lambda: liar.instance in states.incarnations)
+        started = states.counts.batches
+        for number in range(sent):
+            blocks = os.urandom(8 * per_message)
+            has_card = number % 2
+            instance = liar.instance if has_card else f"evil-0-{number}"
+            rank, turn = divmod(number, 2)[0] % 8, number // 16 if has_card else 0
+            events = [Stored(number % 4, None, blocks, blocks, number)]
+            first = turn + 1 if turn else 0
+            batch = KvBatch("evil-0", instance, rank, first, 0.0, [*[Cleared()][turn:], *events])
+            subject = liar._bus.subjects.kv(f"m{number % 8 if has_card else number}", "evil-0")
+            await liar._bus.js.publish(subject, encode(batch))
+            assert replica.indexer.figures()["blocks"] <= most
+        await eventually(lambda: states.counts.batches - started >= sent)
+        assert per_message < replica.indexer.figures()["blocks"] <= most
+        assert states.full == ["evil-0"]
+        await eventually(lambda: any("evil-0 reports more than" in text for text in warnings.texts))
+        assert len(states.rank_numbers()) <= 64 + 4  # its own, one without a card, the others'
+    await all_served(mesh)

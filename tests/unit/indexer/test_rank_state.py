@@ -18,6 +18,7 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.hashing import sequence_hashes
 from kvmesh.index import create_index
+from kvmesh.indexer import rank_state
 from kvmesh.indexer.decoding import Bad, Events, EventSource
 from kvmesh.indexer.rank_state import RankStates
 
@@ -352,6 +353,36 @@ def test_a_rank_that_reports_more_blocks_than_its_capacity_is_unknown(mesh: Mesh
     assert mesh.held(1) == {}
     assert mesh.due(0.0) == [RankKey("w-1", 0)]
     assert mesh.states.mark_excessive_unknown() == []
+
+
+def test_a_worker_holds_no_more_than_any_engine_has(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_state, "MAX_BLOCKS", 10)
+    monkeypatch.setattr(rank_state, "COUNT_EVERY", 2)
+    for number in range(20):  # of two ranks, in turns
+        blocks = 100 * number + 1, 100 * number + 2
+        mesh.batch(number // 2, stored(*blocks), rank=number % 2)
+    assert mesh.states.index.stats().blocks <= 10
+    assert mesh.held(101, 102) == {"w-1/1": 2}
+    assert mesh.held(1901, 1902) == {}
+    assert mesh.states.full == ["w"]
+    mesh.batch(0, stored(*range(1, 5)), instance="v-1", worker="v")
+    assert mesh.held(3) == mesh.held(1901) == {}
+    assert mesh.held(1, 2, 3, 4)["v-1/0"] == 4
+    mesh.batch(10, Cleared())
+    mesh.batch(11, *(stored(block) for block in range(8000, 8004)))
+    assert mesh.held(8003) == {"w-1/0": 1}
+    assert mesh.states.full == []
+
+
+def test_a_worker_without_a_lease_has_one_instance() -> None:
+    states = RankStates(create_index())
+    for number in range(5):
+        source = EventSource(f"m{number}", "w")
+        states.apply(Events(source, f"w-{number}", number, 0, 0.0, [stored(number + 1)]))
+    assert states.rank_numbers() == [("w-4", 4)]
+    assert states.index.stats().blocks == 1
 
 
 def test_slots_of_dropped_ranks_are_reused(mesh: Mesh) -> None:

@@ -23,6 +23,7 @@ from kvmesh.bus.messages import (
     Role,
     Stored,
 )
+from kvmesh.bus.subjects import name_of
 from kvmesh.hashing import HASH_BYTES, sequence_hashes
 from kvmesh.index.interface import PrefixIndex
 from kvmesh.indexer.decoding import Bad, Events, EventSource
@@ -33,6 +34,9 @@ from kvmesh.indexer.shards import Shard
 
 EXCESS_FACTOR = 2
 EXCESS_BLOCKS = 4096
+# of one worker or kvbm, whatever its card states; they take 4 GB of an indexer's memory
+MAX_BLOCKS = 1 << 26
+COUNT_EVERY = 1 << 16  # blocks that a worker stores until its blocks are counted again
 MIN_INTERVAL_S = 1.0
 MAX_INTERVAL_S = 5.0
 _UINT64 = (1 << 64) - 1
@@ -62,6 +66,14 @@ class Holder:
     instance: str
     ranks: dict[int, RankState] = field(default_factory=dict)
     orphaned_at: float | None = None
+
+
+@dataclass(slots=True)
+class Room:
+    """Blocks that a worker may store, or that are refused if it is `full`, until it is counted."""
+
+    blocks: int = 0
+    full: bool = False
 
 
 @dataclass(slots=True)
@@ -103,6 +115,7 @@ class RankStates:
         self._holders: dict[str, Holder] = {}
         self._current: dict[EventSource, str] = {}
         self._unknown: dict[int, RankState] = {}
+        self._rooms: dict[str, Room] = {}  # by the worker's name
         self.on_unknown: Callable[[], None] = lambda: None
         self._reconciled = False
 
@@ -222,7 +235,8 @@ class RankStates:
 
     def _apply_event(self, rank: RankState, event: KvEvent | Bad, batch: Events) -> None:
         if isinstance(event, Stored):
-            self._store(rank, event)
+            if self._has_room(batch.source.worker, len(event.engine) // HASH_BYTES):
+                self._store(rank, event)
         elif isinstance(event, Removed):
             removed = self.index.remove(rank.slot, event.tier, event.engine)
             self.counts.removed_blocks += len(removed) // HASH_BYTES
@@ -237,6 +251,25 @@ class RankStates:
             self.counts.bad_events += 1
             if not event.unknown_tag:
                 self._mark_unknown(rank)
+
+    def _has_room(self, worker: str, blocks: int) -> bool:
+        """True if a worker may store more blocks; its instances and ranks share MAX_BLOCKS."""
+        room = self._rooms.setdefault(worker, Room())
+        if room.blocks < blocks:
+            held = sum(
+                sum(tiers)
+                for slot, *tiers in struct.iter_unpack("<5I", self.index.ranks())
+                if name_of(self.keys[slot].instance) == worker
+            )
+            room.blocks = COUNT_EVERY + blocks
+            room.full = held + room.blocks > MAX_BLOCKS
+        room.blocks -= blocks
+        return not room.full
+
+    @property
+    def full(self) -> list[str]:
+        """Workers whose further blocks are not stored."""
+        return [worker for worker, room in self._rooms.items() if room.full]
 
     def _store(self, rank: RankState, event: Stored) -> None:
         parent = None if event.parent is None else event.parent & _UINT64
@@ -462,9 +495,17 @@ class RankStates:
         current = self._current.get(source)
         if current is not None:
             self._drop(current)
+        if card is None:
+            self._drop_uncarded(source.worker)
         self._current[source] = instance
         holder = self._holders[instance] = Holder(source, instance)
         return holder
+
+    def _drop_uncarded(self, worker: str) -> None:
+        """Drop a worker's instance without a lease: it may publish as many as it names models."""
+        for source, instance in list(self._current.items()):
+            if source.worker == worker and instance not in self.incarnations:
+                self._drop(instance)
 
     def _drop(self, instance: str) -> None:
         self.incarnations.ignore(instance)
@@ -473,6 +514,8 @@ class RankStates:
             return
         if self._current.get(holder.source) == instance:
             del self._current[holder.source]
+        if all(source.worker != holder.source.worker for source in self._current):
+            self._rooms.pop(holder.source.worker, None)
         for rank in holder.ranks.values():
             self._record_all(rank, holder.source.worker, self.removed.clock(), WORKER_GONE)
             _abandon(rank)

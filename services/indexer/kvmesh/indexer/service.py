@@ -20,7 +20,7 @@ from kvmesh.indexer.checker import IndexChecker, questions
 from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.metrics import StateCollector
 from kvmesh.indexer.queries.query_server import SHARD, QueryServer
-from kvmesh.indexer.rank_state import WHOLE_INDEX, RankStates
+from kvmesh.indexer.rank_state import MAX_BLOCKS, WHOLE_INDEX, RankStates
 from kvmesh.indexer.readiness import IndexerReadiness
 from kvmesh.indexer.removed_blocks import RemovedBlocks
 from kvmesh.indexer.shards import Shard
@@ -222,6 +222,7 @@ class IndexerService:
             if now > swept + SWEEP_S - TICK_S:
                 swept = now
                 self.states.sweep(now, self._directory.lease_s)
+                self._service.warnings.update("index_full", _full(self.states.full))
                 if self.ready:
                     short = self.shortfall.check(self.states.blocks_by_rank())
                     self._service.warnings.update("index_short", short)
@@ -248,6 +249,13 @@ class IndexerService:
             log.info("requested a dump of rank %d of %s", key.rank, key.instance)
         else:
             log.warning("rank %d of %s refuses a dump: %s", key.rank, key.instance, reply.reason)
+
+
+def _full(workers: list[str]) -> dict[str, str]:
+    return {
+        name: f"{name} reports more than the {MAX_BLOCKS:,} blocks that the index holds of a worker"
+        for name in workers
+    }
 
 
 def _shard(service: Service) -> Shard:

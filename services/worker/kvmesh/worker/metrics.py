@@ -206,6 +206,12 @@ class EventCollector(WorkerCollector[Iterable[LedgerCounts]]):
             _by_rank(ranks, "malformed"),
             "rank",
         )
+        yield self._counter(
+            "event_lost_messages",
+            "messages of the engine's KV events that never arrived",
+            _by_rank(ranks, "lost"),
+            "rank",
+        )
         yield self._gauge(
             "event_unplaced_blocks",
             "blocks that wait for a KV event which says what precedes them",

@@ -90,14 +90,16 @@ def test_events_of_sglang_carry_salt_and_tier() -> None:
     assert cleared == [AllCleared(0), AllCleared(1, maybe=True)]
 
 
-@pytest.mark.parametrize("field", ["token_extra_id", "mm_keys"])
-def test_blocks_of_trtllm_with_an_image_are_in_no_prompt(field: str) -> None:
+@pytest.mark.parametrize("field", ["token_extra_id", "mm_keys", "lora_id", "cache_salt"])
+def test_blocks_of_trtllm_with_other_keys_are_in_no_prompt(field: str) -> None:
     event = copy.deepcopy(recorded("tensorrt_llm").payloads["stored"])
     (block,) = event["data"]["blocks"]
     if field == "mm_keys":
         block["mm_keys"] = [{"type": "mm_key", "hash": "ab", "start_offset": 1}]
-    else:
+    elif field == "token_extra_id":
         block["tokens"][2]["token_extra_id"] = 7
+    else:
+        block[field] = {"lora_id": 3, "cache_salt": "a client's own"}[field]
     [stored] = EventReader(4).read(event)[1]
     assert isinstance(stored, BlocksStored)
     assert stored.extras

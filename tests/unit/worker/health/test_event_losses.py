@@ -41,6 +41,11 @@ def test_many_blocks_that_wait_are_named() -> None:
     assert "many blocks wait for a KV event" in text
 
 
+def test_messages_that_never_arrived_are_named() -> None:
+    [text] = EventLosses("w").check([replace(counts(), lost=7)], 1.0).values()
+    assert "7 messages of the engine's KV events never arrived" in text
+
+
 def test_a_few_blocks_without_position_are_no_loss() -> None:
     assert EventLosses("w").check([counts(unknown_position=3)], 0.0) == {}
 

@@ -60,7 +60,8 @@ class LedgerCounts:
 
     `kept` counts blocks that reached the index, by tier, `dropped` those that could not, by reason
     (see `CacheLedger`) and tier, `unplaced` those that wait now for an event that says what
-    precedes them. `malformed` counts messages that could not be decoded, with the last error.
+    precedes them. `malformed` counts messages that could not be decoded, with the last error,
+    `lost` those that never arrived.
     `odd_size` is the last size of dropped blocks, `block_size` that of the model. `limits` names
     what the index cannot know of this engine (see `EventDecoder`).
     """
@@ -72,5 +73,6 @@ class LedgerCounts:
     unplaced: int = 0
     malformed: int = 0
     last_error: str = ""
+    lost: int = 0
     odd_size: int = 0
     limits: list[str] = field(default_factory=list)

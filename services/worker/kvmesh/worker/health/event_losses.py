@@ -80,3 +80,9 @@ def _losses(counts: LedgerCounts) -> Iterator[tuple[str, int, str]]:
             "messages of the engine's KV events cannot be decoded, the index lacks their blocks:"
             f" {counts.last_error}",
         )
+    if counts.lost:
+        yield (
+            *("lost", counts.lost),
+            f"{counts.lost} messages of the engine's KV events never arrived: the index lacks"
+            " blocks of which they told, and may have some that are gone",
+        )

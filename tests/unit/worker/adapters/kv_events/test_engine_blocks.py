@@ -1,6 +1,7 @@
 """The native core's blocks of an engine, beside a plain model; and columns out of MessagePack."""
 
 from array import array
+from time import process_time
 from typing import Any
 
 import msgspec
@@ -86,6 +87,23 @@ def sorted_moves(result: Any) -> Any:
         return result
     runs, moved = result
     return runs, [(tier, sorted(array("Q", names)), len(again)) for tier, names, again in moved]
+
+
+def test_to_move_a_block_takes_no_longer_in_a_larger_cache() -> None:
+    seconds = []
+    for chains in (100, 10_000):
+        blocks = EngineBlocks(4, True)
+        for first in range(0, 20 * chains, 20):
+            names = list(range(first, first + 20))
+            blocks.store(1, names, None, 1, tokens_of(names, 0), ())
+        blocks.store(0, [0], None, 2, tokens_of([0], 0), ())  # the first move looks at all blocks
+        started = process_time()
+        for first in range(20, 2000, 20):
+            stored = blocks.store(0, [first], None, 2, tokens_of([first], 0), ())
+            assert stored is not None
+            assert [(tier, len(names)) for tier, names, _ in stored[1]] == [(1, 20 * 8)]
+        seconds.append(process_time() - started)
+    assert seconds[1] < 10 * seconds[0]
 
 
 def test_arguments_that_fit_no_block_are_refused() -> None:

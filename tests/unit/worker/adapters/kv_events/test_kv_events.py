@@ -2,7 +2,9 @@
 
 from array import array
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import msgspec
@@ -126,7 +128,7 @@ def test_events_before_the_group_is_chosen_are_looked_at_once(
 
     for _ in range(50):
         assert decoded("BlockRemoved") == decoded("OfALaterVersion") == []
-    [*removed, one] = decoded("BlockStored", token_ids=[1], block_size=1)
+    [*removed, one] = decoded("BlockStored", token_ids=[1], block_size=1, parent_block_hash=None)
     assert looks == [1] * 101
     assert isinstance(one, BlocksStored)
     assert removed == [BlocksRemoved([7] * 50)]
@@ -160,6 +162,9 @@ def test_an_adapter_that_only_has_a_number_is_in_no_prompt_of_the_mesh() -> None
         *(None, 7, "heartbeat", [], {"block_hashes": [1]}, {"type": "BlockRemoved"}),
         {**CACHE.stored(list(range(20, 28))), "token_ids": ["a"] * 8},
         {**CACHE.stored(list(range(20, 28))), "medium": 0},
+        {**CACHE.stored(list(range(20, 28))), "extra_keys": ["flat", None]},
+        # a field of another name is not a block without a parent
+        {k: v for k, v in CACHE.stored(list(range(28)), 5).items() if k != "parent_block_hash"},
     ],
 )
 def test_an_event_that_cannot_be_read_loses_no_other(odd: Any) -> None:
@@ -170,6 +175,23 @@ def test_an_event_that_cannot_be_read_loses_no_other(odd: Any) -> None:
     with pytest.raises(MalformedEvents, match="malformed KV event") as raised:
         EventDecoder().decode(payload)
     assert raised.value.others == others
+
+
+@pytest.mark.parametrize("odd", [None, 7, "heartbeat", [], {}, {"type": 1}])
+def test_values_that_are_no_events_cost_less_than_events(odd: Any) -> None:
+    """Events of the same number, each of which changes nothing."""
+    event = {"type": "BlockRemoved", "block_hashes": [1]}
+    messages = [msgspec.msgpack.encode([1.0, [each] * 100, 0]) for each in (event, odd)]
+    seconds = [[], []]  # type: list[list[float]]
+    for _ in range(9):
+        for payload, of_kind in zip(messages, seconds, strict=True):
+            decoder, started = EventDecoder(), process_time()
+            for _ in range(20):
+                with suppress(MalformedEvents):
+                    decoder.decode(payload)
+            of_kind.append(process_time() - started)
+    good, bad = map(min, seconds)
+    assert bad < good
 
 
 def test_the_salt_comes_back_out_of_the_extra_keys() -> None:
@@ -284,6 +306,23 @@ def test_an_image_of_the_mesh_has_the_tokens_of_its_prompt(prefix: str) -> None:
         [event] = decode(CACHE.stored(list(range(12)), extra_keys=[[others], None, None]))
         assert isinstance(event, BlocksStored)
         assert event.tokens == tokens
+
+
+@pytest.mark.parametrize("name", [identifier(PromptImage(bytes(32), 2, 7)), "another"])
+def test_a_lower_tier_does_not_tell_of_an_image(name: str) -> None:
+    prompt, pictured = list(range(8)), EngineCache(SIZE, "image")
+    image = pictured.stored(prompt) | {"extra_keys": [None, [[name, 0]]]}
+    below = pictured.stored(prompt) | {"medium": "CPU", "extra_keys": None}
+    removed = {"type": "BlockRemoved", "block_hashes": image["block_hashes"]}
+    for order in ([image, removed, below], [image, below, removed]):
+        assert depth(ledger().apply(decode(*order)), prompt) == 1
+    # the same text with another image, of which only the lower tier has told
+    first = CACHE.stored(prompt[:SIZE]) | {"extra_keys": None}
+    other = below | {"block_hashes": [77], "token_ids": prompt[SIZE:]}
+    other["parent_block_hash"] = first["block_hashes"][0]
+    books = ledger()
+    assert depth(books.apply(decode(image, first, other)), prompt) == 1
+    assert books.counts(0, 0, "").unplaced == 1
 
 
 @pytest.mark.parametrize(
@@ -573,6 +612,7 @@ async def test_messages_lost_for_good_cause_a_dump(
     await eventually(lambda: depth(sink.told, list(range(70, 78))) == 2)
     assert sum(isinstance(event, Cleared) for event in sink.told) == 1
     assert depth(sink.told, tokens) == 2
+    assert feed.counts.lost == 1
 
 
 async def test_a_malformed_message_is_counted_and_no_gap(

@@ -10,16 +10,20 @@ block with tokens after it, so that a prompt which ends at a block, or differs r
 one block less in the engine than in the index: SGLang publishes pairs of neighbouring tokens, vLLM
 `lookahead_token_ids`.
 
+vLLM's events of lower tiers have no `extra_keys`. Once a block has had keys there, of an image or
+others, a block of a lower tier is known by its hash alone: its tokens could be those of an image.
+
 An `AllBlocksCleared` with a `medium`, which kvmesh's connector publishes, is of that medium alone.
 Without one it is of device and host memory, and of a disk that the engine uses like memory: files
 that outlive the engine are told without `locality`, or as remote.
 """
 
 from collections import deque
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import UNSET, Raw, Struct
+from msgspec.structs import replace
 
 from kvmesh._native import folded_hashes, packed_tokens, xxh3
 from kvmesh.bus.messages import MessageDecoder
@@ -31,7 +35,7 @@ from kvmesh.worker.adapters.kv_events.cache_events import (
     fold_hash,
     medium_tier,
 )
-from kvmesh.worker.adapters.kv_events.images import image_key, with_image_tokens
+from kvmesh.worker.adapters.kv_events.images import has_image, image_key, with_image_tokens
 from kvmesh.worker.adapters.kv_events.salts import returned_salt
 
 DISK, REMOTE = 2, 3  # tiers
@@ -49,6 +53,7 @@ _FIELDS = {
 _RAW_FIELDS = ("block_hashes", "token_ids")
 _WHOLE_PREFIX = {"full_attention", "mla_attention", "sink_full_attention", "unknown"}
 _NO_ITEMS = b"\x90"
+_NO_EVENT = ValueError("neither a map with a type nor an array that begins with one")
 _MALFORMED = (
     *(AttributeError, TypeError, ValueError, LookupError, ArithmeticError),
     msgspec.MsgspecError,
@@ -58,9 +63,9 @@ _MALFORMED = (
 class EngineEvent(Struct, gc=False):
     """An event of any kind; the native core reads hashes and tokens out of MessagePack."""
 
-    type: Any
+    type: Any = None
     block_hashes: Raw = Raw()
-    parent_block_hash: Any = None
+    parent_block_hash: Any = UNSET  # not None, which begins a prompt
     token_ids: Raw = Raw()
     block_size: Any = None
     lora_id: Any = None
@@ -84,11 +89,14 @@ class MalformedEvents(ValueError):
         self.others = others
 
 
-class EngineBatch(Struct, array_like=True, gc=False):
-    """A message; an event is a map, or an array that begins with its type."""
+# An event is a map, or an array that begins with its type. An exception costs more than an event,
+# so other values are read and told apart afterwards.
+_Item: TypeAlias = EngineEvent | list[Raw] | str | bool | int | float | None
 
+
+class EngineBatch(Struct, array_like=True, gc=False):
     time: Any
-    events: list[EngineEvent | list[Raw]]
+    events: list[_Item]
 
 
 class RawBatch(Struct, array_like=True, gc=False):
@@ -98,7 +106,7 @@ class RawBatch(Struct, array_like=True, gc=False):
 
 _BATCH: MessageDecoder[EngineBatch] = MessageDecoder(EngineBatch)
 _RAW_BATCH: MessageDecoder[RawBatch] = MessageDecoder(RawBatch)
-_EVENT: MessageDecoder[EngineEvent | list[Raw]] = MessageDecoder(EngineEvent | list[Raw])
+_EVENT: MessageDecoder[_Item] = MessageDecoder(_Item)
 _ANY = MessageDecoder()
 
 
@@ -109,10 +117,12 @@ class EventDecoder:
     first that caches whole prefixes, and where none does, the first of all: its blocks of the
     latest window still tell which worker has a conversation. `limits` names the modes met in which
     the index cannot have what the engine finds: DRAFT (see above), and WINDOWS, where the engine
-    looks at some of a prompt's blocks only, or at those of other groups, too.
+    looks at some of a prompt's blocks only, or at those of other groups, too. `has_keys`:
+    blocks have had keys beside those of adapters and salts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_keys: bool = False) -> None:
+        self.has_keys = has_keys
         self._group: int | None = None
         self._is_whole = False  # the group caches whole prefixes
         self._early = deque[EngineEvent](maxlen=EARLY_EVENTS)  # before the group is chosen
@@ -152,6 +162,10 @@ class EventDecoder:
         """Append the event; blocks removed alike join, since vLLM publishes an event for each."""
         if raw.type == "BlockStored":
             stored = _stored(raw)
+            if raw.extra_keys:
+                self.has_keys = self.has_keys or bool(stored.extras) or has_image(raw.extra_keys)
+            elif self.has_keys and stored.tier:
+                stored = replace(stored, tokens=b"")
             found.append(stored)
             if raw.locality == "LOCAL" and stored.tier == DISK:
                 self._cleared = (*CLEARED, AllCleared(DISK, maybe=True))
@@ -194,30 +208,46 @@ class EventDecoder:
 def _events_of(payload: bytes, faults: list[Exception]) -> list[EngineEvent]:
     """The events of a message; appends the faults of those that cannot be read."""
     try:
-        events = _BATCH.decode(payload).events
-        return [raw if isinstance(raw, EngineEvent) else _named(raw) for raw in events]
+        items = _BATCH.decode(payload).events
     except _MALFORMED:
-        pass  # one by one
+        items = _one_by_one(payload, faults)
     found: list[EngineEvent] = []
+    for item in items:
+        raw = item if type(item) is EngineEvent else _named(item, faults)
+        if raw is not None and type(raw.type) is str:
+            found.append(raw)
+        else:
+            faults.append(_NO_EVENT)
+    return found
+
+
+def _one_by_one(payload: bytes, faults: list[Exception]) -> list[_Item]:
+    found: list[_Item] = []
     try:
         raws = _RAW_BATCH.decode(payload).events
     except _MALFORMED as error:
         faults.append(error)
         return found
-    for each in raws:
+    for raw in raws:
         try:
-            raw = _EVENT.decode(each)
-            found.append(raw if isinstance(raw, EngineEvent) else _named(raw))
+            found.append(_EVENT.decode(raw))
         except _MALFORMED as error:
             faults.append(error)
     return found
 
 
-def _named(raw: list[Raw]) -> EngineEvent:
-    kind, *values = raw
-    event = EngineEvent(_ANY.decode(kind))
-    for name, value in zip(_FIELDS.get(event.type, ()), values, strict=False):
-        setattr(event, name, value if name in _RAW_FIELDS else _ANY.decode(value))
+def _named(item: _Item, faults: list[Exception]) -> EngineEvent | None:
+    """The event of an array, which appends its fault if there is one; None of other values."""
+    if not (isinstance(item, list) and item):
+        return None
+    kind, *values = item
+    try:
+        event = EngineEvent(_ANY.decode(kind))
+        for name, value in zip(_FIELDS.get(event.type, ()), values, strict=False):
+            setattr(event, name, value if name in _RAW_FIELDS else _ANY.decode(value))
+    except _MALFORMED as error:
+        faults.append(error)
+        return None
     return event
 
 
@@ -236,6 +266,8 @@ def _stored(event: EngineEvent) -> BlocksStored:
     parent, adapter, size = event.parent_block_hash, event.lora_name, event.block_size
     if type(size) is not int or size < 0 or not (adapter is None or type(adapter) is str):
         raise ValueError(f"block_size {size!r}, lora_name {adapter!r}")
+    if parent is UNSET:
+        raise ValueError("no parent_block_hash")
     hashes = folded_hashes(event.block_hashes)
     salt, extras = _keys(event, parent is None, adapter, len(hashes))
     tier = _tier(event)
@@ -299,6 +331,8 @@ def _keys(
     for number, keys in enumerate(by_block):
         if not keys:
             continue
+        if not isinstance(keys, list):
+            raise ValueError(f"extra_keys of a block: {keys!r}")
         # the adapter comes first: a client may have given its name as a salt, too
         others = list(keys[1:] if keys[0] in names else keys)
         others = [other for other in others if image_key(other) is None]

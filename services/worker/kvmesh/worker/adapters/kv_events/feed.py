@@ -35,7 +35,7 @@ class EventFeed:
         self.rank = rank
         self.ledger = ledger
         self.sink: Sink | None = sink
-        self._malformed = 0
+        self._malformed = self._lost = 0
         self._last_error = ""
         self._decoder = EventDecoder()
         self._logged = LogOnce()
@@ -60,7 +60,7 @@ class EventFeed:
     @property
     def counts(self) -> LedgerCounts:
         counts = self.ledger.counts(self.rank, self._malformed, self._last_error)
-        return replace(counts, limits=sorted(self._decoder.limits))
+        return replace(counts, lost=self._lost, limits=sorted(self._decoder.limits))
 
     def dump(self) -> None:
         """Send all blocks in the ledger to the sink."""
@@ -68,7 +68,7 @@ class EventFeed:
 
     def clear(self) -> None:
         """Clear the ledger and the index: the engine has restarted with an empty cache."""
-        self._decoder = EventDecoder()
+        self._decoder = EventDecoder(self._decoder.has_keys)
         self._publish(self.ledger.clear())
 
     def _on_payload(self, payload: bytes) -> None:
@@ -86,6 +86,7 @@ class EventFeed:
             log.warning("rank %d: %s", self.rank, error)
 
     def _on_gap(self, count: int) -> None:
+        self._lost += count
         log.warning("rank %d: %d messages of KV events are lost", self.rank, count)
         self._dumps.request()
 

@@ -48,6 +48,11 @@ def with_image_tokens(tokens: bytes, size: int, by_block: Sequence[Any]) -> byte
     return bytes(changed)
 
 
+def has_image(by_block: Sequence[Any]) -> bool:
+    """True if an image of the mesh is in a block's keys."""
+    return next(_images(by_block), None) is not None
+
+
 def _images(by_block: Sequence[Any]) -> Iterator[tuple[int, ImageKey]]:
     for number, keys in enumerate(by_block):
         for key in keys or ():

@@ -225,7 +225,8 @@ class TrtllmEngine(StreamingAdapter):
 
     def event_counts(self) -> list[LedgerCounts]:
         counts = self._ledger.counts(0, self._malformed, self._last_error)
-        return [replace(counts, limits=sorted(self._reader.limits))]
+        reader = self._reader
+        return [replace(counts, lost=reader.missed, limits=sorted(reader.limits))]
 
     def _apply_event(self, event: dict[str, Any], sink: Sink) -> None:
         before = self._reader.missed

@@ -117,10 +117,11 @@ class EventReader:
                 return
             engine_hash = _hash(block["block_hash"])
             level = _tier(block.get("cache_level") or 0)
-            salt = returned_salt(block.get("cache_salt") or "")
+            key = block.get("cache_salt") or ""
+            salt = returned_salt(key)
             yield BlocksStored(
                 *([engine_hash], parent, tokens.tobytes(), self._block_size, level, salt),
-                extras=_extras(block),
+                extras=_extras(block, key if salt is None else ""),
             )
             parent = engine_hash
 
@@ -136,13 +137,17 @@ def _changes(stored: BlocksStored, held: dict[int, int]) -> Iterator[CacheEvent]
         yield BlocksMoved([block], before, stored.tier)
 
 
-def _extras(block: Mapping[str, Any]) -> tuple[int, ...]:
-    """A number for what else the engine mixes into a block's hash: images, learned prompts."""
+def _extras(block: Mapping[str, Any], salt: str) -> tuple[int, ...]:
+    """A number for what else the engine mixes into a block's hash.
+
+    That are images, learned prompts, adapters, and a `salt` that is not the mesh's.
+    """
     ids = [token.get("token_extra_id") or 0 for token in block["tokens"]]
     images = block.get("mm_keys") or None
-    if images is None and not any(ids):
+    adapter = block.get("lora_id")
+    if images is None and adapter is None and not salt and not any(ids):
         return ()
-    return (xxh3(msgspec.msgpack.encode([ids, images])) or 1,)
+    return (xxh3(msgspec.msgpack.encode([ids, images, adapter, salt])) or 1,)
 
 
 def _hash(value: int | str) -> int:
