@@ -30,7 +30,7 @@ SAMPLING = {
     "repetition_penalty": 1.1,
     "min_tokens": 1,
     "ignore_eos": False,
-    "stream": False,
+    "stream": True,
     "stream_options": {"include_usage": True},
     "n": 1,
     "prompt_cache_key": "a",
