@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext, suppress
 
 import pytest
 from aiohttp import web
 
-from kvmesh.runtime.http.connection import RefusingRunner
+from kvmesh.runtime.http.connection import SOON_S, RefusingRunner
 
 TIMEOUT_S = 10.0
 BODY = b"POST /whole HTTP/%b\r\nHost: x\r\nContent-Length: 4\r\n\r\n"
@@ -113,15 +114,54 @@ async def test_a_stream_goes_on(handlers: Handlers, connect: Open, version: byte
     writer.close()
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("request_", [BODY % b"1.1" + b"text", TICKS])
+@pytest.mark.parametrize("relayed", [False, True])
 async def test_a_client_that_has_left_is_noticed(
-    handlers: Handlers, connect: Open, request_: bytes
+    handlers: Handlers, connect: Open, request_: bytes, late: bool, relayed: bool
+) -> None:
+    async with relay(connect) if relayed else nullcontext(connect) as open_connection:
+        _, writer = await open_connection()
+        writer.write(request_)
+        await handlers.begun.wait()
+        if late:
+            await asyncio.sleep(1.5 * SOON_S)
+        writer.close()
+        await asyncio.wait_for(handlers.left.wait(), TIMEOUT_S)
+
+
+async def test_a_proxy_that_speaks_http_1_0_and_leaves_is_noticed(
+    handlers: Handlers, connect: Open
 ) -> None:
     _, writer = await connect()
-    writer.write(request_)
+    writer.write(BODY % b"1.0" + b"text")
     await handlers.begun.wait()
+    await asyncio.sleep(1.5 * SOON_S)
     writer.close()
     await asyncio.wait_for(handlers.left.wait(), TIMEOUT_S)
+
+
+@asynccontextmanager
+async def relay(connect: Open) -> AsyncIterator[Open]:
+    """Passes on bytes and the end of each side, as Docker's proxy of ports does."""
+
+    async def passed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+        writer.write_eof()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_server, to_server = await connect()
+        with suppress(OSError):
+            await asyncio.gather(passed(reader, to_server), passed(from_server, writer))
+        for side in (writer, to_server):
+            side.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    yield lambda: asyncio.open_connection(host, port)
+    server.close()
 
 
 async def test_a_body_that_is_cut_is_no_request(handlers: Handlers, connect: Open) -> None:

@@ -27,7 +27,7 @@ MOST_ACCEPTED = 64  # connections in a pass of the loop, beside the loop's own
 SOON_S = 0.2
 PATIENCE_S = 1.0
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
-PROBE_S = (0.02, 0.2, 2.0)  # until it is sent, and between it and the looks at what it has caused
+PROBE_S, PROBES_S = 0.02, 5.0  # between the first two, and ten times as long each time up to this
 TCP_CLOSE = 7  # of Linux: the state of a connection that the client has reset
 
 
@@ -49,7 +49,8 @@ class Connection(web.RequestHandler):
 
     A client that has *ended* its side, as `nc -N` does behind a request, gets its answers. One that
     has left ends its side, too, but the kernel then refuses what it is sent: an interim answer
-    tells, and of an answer that has begun, its next parts.
+    tells, and of an answer that has begun, its next parts. A late end of which no interim answer
+    can tell is that of a client that has left, as of a proxy that speaks HTTP/1.0.
     """
 
     _ended = False
@@ -75,32 +76,37 @@ class Connection(web.RequestHandler):
         except HttpProcessingError:  # the rest of a body will not come
             return False
         late = self._loop.time() - self._received_at > SOON_S
-        if late and self._begun:
+        if late and not self._awaits_head:
             return False
         self._ended, self._close = True, not self._messages
-        self._loop.call_later(PROBE_S[0] if late else PATIENCE_S, self._probe)
+        self._loop.call_later(PROBE_S if late else PATIENCE_S, self._probe, PROBE_S)
         return True
 
     @property
-    def _begun(self) -> bool:
+    def _awaits_head(self) -> bool:
+        """True before an answer has begun, to a client that skips interim ones (HTTP/1.1)."""
         request = self._current_request
-        return request is not None and request.writer.output_size > 0
+        return (
+            request is not None
+            and request.version >= HttpVersion11
+            and not request.writer.output_size
+        )
 
-    def _probe(self) -> None:
-        request, transport = self._current_request, self.transport
-        if request is None or transport is None:
+    def _probe(self, after: float) -> None:
+        """Abort the connection if the client has reset it, else find that out later.
+
+        A relay that passes on the end of a client's side notices at the second answer that it left.
+        """
+        transport = self.transport
+        if self._current_request is None or transport is None or transport.is_closing():
             return
-        if not self._begun and request.version >= HttpVersion11:
+        found = transport.get_extra_info("socket")
+        if found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE:
+            transport.abort()
+            return
+        if self._awaits_head:
             transport.write(PROBE)
-        for after in PROBE_S:
-            self._loop.call_later(after, self._look)
-
-    def _look(self) -> None:
-        """Abort the connection if the client has reset it."""
-        if self.transport is not None and not self.transport.is_closing():
-            found = self.transport.get_extra_info("socket")
-            if found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE:
-                self.transport.abort()
+        self._loop.call_later(after, self._probe, min(10 * after, PROBES_S))
 
     def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
