@@ -23,7 +23,9 @@ from support.mesh import Mesh
 from support.nats import NatsServer, free_port
 from support.wait import PATIENCE_S, eventually
 
+from kvmesh.bus import client
 from kvmesh.bus.client import Bus, BusOptions, Reply
+from kvmesh.bus.connection.first_connection import FirstConnection
 from kvmesh.bus.discovery.cards import MOST_LEFT, RECORD, keep, read_cards
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.discovery.failed_starts import failed_starts, record_failed_start
@@ -696,6 +698,22 @@ async def test_leases_come_back_after_a_server_restart(
     assert not lapses, "the lease was lost at the server only; it did not lapse"
     await directory.close()
     await lease.close()
+
+
+async def test_a_connection_that_is_cancelled_as_it_is_made_is_not_made_again(
+    options: BusOptions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Cancelled(FirstConnection):
+        async def result(self, attempt: "asyncio.Task[None]", timeout: float | None) -> None:
+            await attempt
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(client, "FirstConnection", Cancelled)
+    others = asyncio.all_tasks()
+    with pytest.raises(asyncio.CancelledError):
+        await Bus.connect(options, "gone")
+    await eventually(lambda: asyncio.all_tasks() == others)
+    assert not caplog.records
 
 
 async def test_a_lost_server_is_one_line_with_its_cause(

@@ -238,7 +238,14 @@ class DirectClient(Client):
         return min(0.1 * self._refusals + 0.5 * max(repeats, 0), REFUSED_WAIT_S)
 
     def abandon(self) -> None:
-        """Close the connection of a failed attempt; nats-py would leave it open."""
+        """Close the connection of a failed attempt; nats-py would leave it open.
+
+        One that was made just when the attempt was cancelled would be made again, for ever.
+        """
+        self._status = Client.CLOSED
+        for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
+            if task is not None:
+                task.cancel()
         if self._transport:
             self._transport.close()  # type: ignore[no-untyped-call]
             bare = getattr(self._transport, "_bare_io_writer", None)
