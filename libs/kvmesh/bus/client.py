@@ -193,10 +193,10 @@ class Bus:
             await first.result(attempt, timeout)
             bus.late = first.retried
         except (TimeoutError, OSError, ValueError, NatsError) as error:
-            client.abandon()
+            client.discard()
             raise BusUnavailable(options.url, first.reason(error, login)) from error
         except asyncio.CancelledError:
-            client.abandon()
+            client.discard()
             raise
         return bus
 

@@ -238,19 +238,23 @@ class DirectClient(Client):
         return min(0.1 * self._refusals + 0.5 * max(repeats, 0), REFUSED_WAIT_S)
 
     def abandon(self) -> None:
-        """Close the connection of a failed attempt; nats-py would leave it open.
-
-        One that was made just when the attempt was cancelled would be made again, for ever.
-        """
-        self._status = Client.CLOSED
-        for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
-            if task is not None:
-                task.cancel()
+        """Close the connection of a failed attempt; nats-py would leave it open."""
         if self._transport:
             self._transport.close()  # type: ignore[no-untyped-call]
             bare = getattr(self._transport, "_bare_io_writer", None)
             if bare is not None:  # under TLS, closing waits for the server's reply
                 bare.transport.abort()
+
+    def discard(self) -> None:
+        """Abandon a client that nobody will use.
+
+        A connection made just as its attempt was cancelled would be made again, for ever.
+        """
+        self._status = Client.CLOSED
+        for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
+            if task is not None:
+                task.cancel()
+        self.abandon()
 
     async def abort(self) -> None:
         """Close without sending what is pending."""
