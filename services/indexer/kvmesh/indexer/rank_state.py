@@ -72,7 +72,7 @@ class Holder:
 class Room:
     """Blocks that a worker may store, or that are refused if it is `full`, until it is counted."""
 
-    blocks: int = 0
+    blocks: int
     full: bool = False
 
 
@@ -254,7 +254,9 @@ class RankStates:
 
     def _has_room(self, worker: str, blocks: int) -> bool:
         """True if a worker may store more blocks; its instances and ranks share MAX_BLOCKS."""
-        room = self._rooms.setdefault(worker, Room())
+        room = self._rooms.get(worker)
+        if room is None:  # its first blocks are not counted: that would be once for each worker
+            room = self._rooms[worker] = Room(COUNT_EVERY)
         if room.blocks < blocks:
             held = sum(
                 sum(tiers)
