@@ -54,6 +54,11 @@ def api_of(domain: str) -> str:
     return f"$JS.{domain}.API" if domain else API
 
 
+def stored_on(bucket: str, key: str) -> str:
+    """The subject on which a bucket has a key, or with a pattern several."""
+    return f"{KEYS}{bucket}.{key}"
+
+
 def through(api: str, subject: str) -> str:
     """`subject` as a process uses it that reaches JetStream under the prefix `api`.
 

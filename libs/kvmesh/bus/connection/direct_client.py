@@ -251,7 +251,10 @@ class DirectClient(Client):
         A connection made just as its attempt was cancelled would be made again, for ever.
         """
         self._status = Client.CLOSED
-        for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
+        for task in (
+            *(self._reading_task, self._ping_interval_task, self._flusher_task),
+            self._reconnection_task,
+        ):
             if task is not None:
                 task.cancel()
         self.abandon()

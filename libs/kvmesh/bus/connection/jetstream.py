@@ -27,7 +27,7 @@ from nats.js.object_store import ObjectStore as NatsObjectStore
 
 from kvmesh.bus.connection.api_errors import BYTES_REQUIRED
 from kvmesh.bus.connection.translation import bus_errors, raising_bus_errors
-from kvmesh.bus.subjects import API, through
+from kvmesh.bus.subjects import API, stored_on, through
 
 __all__ = [
     "AccountInfo",
@@ -96,7 +96,7 @@ class Bucket:
 
     def __init__(self, name: str, js: JetStreamContext, storing: Storing = _at_once) -> None:
         stream = f"KV_{name}"
-        bucket = KeyValue(name, stream, f"$KV.{name}.", js, direct=False)
+        bucket = KeyValue(name, stream, stored_on(name, ""), js, direct=False)
 
         def stores(call: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
             translated = raising_bus_errors(call)

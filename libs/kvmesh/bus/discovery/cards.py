@@ -17,7 +17,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Instance, MessageDecoder, Role
 from kvmesh.bus.storage.buckets import OPERATION, read_messages
 from kvmesh.bus.streams.reader import StreamMessage
-from kvmesh.bus.subjects import FAILED, Subjects, name_of
+from kvmesh.bus.subjects import FAILED, Subjects, name_of, stored_on
 
 log = logging.getLogger(__name__)
 RECORD = "=since"  # suffix of a record's key; no instance has it
@@ -115,8 +115,9 @@ async def keep(bus: Bus, key: str, data: bytes) -> None:
     A server ends what is older than a lease, unless its time to live is this one: a longer time
     counts for nothing.
     """
-    subject = f"$KV.{bus.subjects.instances_bucket}.{key}"
-    await bus.store(subject, data, STORE_S, {"Nats-TTL": "never"})
+    await bus.store(
+        stored_on(bus.subjects.instances_bucket, key), data, STORE_S, {"Nats-TTL": "never"}
+    )
 
 
 async def read_cards(bus: Bus, *roles: Role) -> list[Instance]:

@@ -24,7 +24,7 @@ from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import Instance, Role
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
-from kvmesh.bus.subjects import FAILED
+from kvmesh.bus.subjects import FAILED, stored_on
 from kvmesh.bus.ticks import next_tick
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Directory:
         self._ages = WorkerAges()
         self._failed_starts: dict[str, float] = {}  # by key: when this process read it
         self._plain: set[str] = set()  # keys of readers that take no packs
-        self._prefix = f"$KV.{bus.subjects.instances_bucket}."
+        self._prefix = stored_on(bus.subjects.instances_bucket, "")
         self._reader = StreamReader(
             bus,
             f"KV_{bus.subjects.instances_bucket}",

@@ -31,7 +31,7 @@ from kvmesh.bus.messages import Instance, encode
 from kvmesh.bus.promptness import LATE_S
 from kvmesh.bus.streams.configuration import StreamLimits, expect_streams
 from kvmesh.bus.streams.keeper import keeper_of
-from kvmesh.bus.subjects import through
+from kvmesh.bus.subjects import stored_on, through
 from kvmesh.bus.ticks import next_tick
 
 log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class Lease:
         """Unix time at which the server stored the card."""
         bucket = self._bus.subjects.instances_bucket
         key = self._bus.subjects.lease_key(self.card.role, self.card.instance)
-        subject = f"$KV.{bucket}.{key}"
+        subject = stored_on(self._bus.subjects.instances_bucket, key)
         with contextlib.suppress(NotFound):
             if stored := (await self._bus.js.get_msg(f"KV_{bucket}", subject=subject)).time:
                 return stored.timestamp()
@@ -279,12 +279,16 @@ class Lease:
 
     async def _has_ended(self, key: str) -> bool:
         """False if the lease is there, or was lost with its bucket or by a purge of that."""
-        bucket, held = self._bus.subjects.instances_bucket, self.held
+        subjects, held = self._bus.subjects, self.held
         await self._duration.refresh(anew=True)
         if self._bucket_created != self._duration.bucket_created:
             return False
         try:
-            found = await self._bus.js.get_msg(f"KV_{bucket}", subject=f"$KV.{bucket}.{key}")
+            stream, subject = (
+                f"KV_{subjects.instances_bucket}",
+                stored_on(subjects.instances_bucket, key),
+            )
+            found = await self._bus.js.get_msg(stream, subject=subject)
         except NotFound:
             return not held  # else the server has not expired it, and a deletion leaves a marker
         return not found.data
@@ -321,8 +325,10 @@ class Lease:
     def _say_unheard(self) -> None:
         """Store the card without an acknowledgement: the server may refuse only this inbox."""
         key = self._bus.subjects.lease_key(self.card.role, self.card.instance)
-        subject = f"$KV.{self._bus.subjects.instances_bucket}.{key}"
-        self._bus.post(through(self._bus.options.api_prefix, subject), self._shown())
+        subject = through(
+            self._bus.options.api_prefix, stored_on(self._bus.subjects.instances_bucket, key)
+        )
+        self._bus.post(subject, self._shown())
 
     async def _due(self, wait_s: float) -> None:
         """Return within `wait_s` seconds, soon after a reconnect, or for a fault on the card.

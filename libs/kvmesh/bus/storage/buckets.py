@@ -11,6 +11,7 @@ from kvmesh.bus.errors import Conflict, NotFound, NotPermitted
 from kvmesh.bus.streams.configuration import ensure_stream, write_once
 from kvmesh.bus.streams.keeper import declare, keeper_of
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.subjects import stored_on
 
 TIMEOUT_S = 10.0
 NATS_WINDOW_S = 120.0
@@ -26,7 +27,7 @@ def keys_reader(
     on_recreated: Callable[[], None] | None = None,
 ) -> StreamReader:
     """A reader of the last message of each key that matches `keys`, and of those that follow."""
-    subject = f"$KV.{bucket}.{keys}"
+    subject = stored_on(bucket, keys)
     start = Start(last_per_subject=True)
     return StreamReader(bus, f"KV_{bucket}", subject, handler, start, on_recreated)
 
@@ -76,7 +77,7 @@ async def read_messages(
 
     nats-py's own watch can report completion before its first entry.
     """
-    prefix = f"$KV.{bucket}."
+    prefix = stored_on(bucket, "")
     start = Start(last_per_subject=True, headers_only=headers_only)
 
     def receive(message: StreamMessage) -> None:
@@ -118,7 +119,7 @@ def _on_disk(
 ) -> StreamConfig:
     return StreamConfig(
         name=f"KV_{bucket}",
-        subjects=[f"$KV.{bucket}.>"],
+        subjects=[stored_on(bucket, ">")],
         allow_rollup_hdrs=True,
         deny_delete=True,
         discard=discard,
